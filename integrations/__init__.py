@@ -1,0 +1,1 @@
+"""Adapters to other frameworks and engines, installed as ``resilience.integrations``. Each needs its own extra."""

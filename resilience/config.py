@@ -1,0 +1,355 @@
+"""Every setting, and the one place that reads the environment.
+
+One small frozen dataclass per component; flags (``--ft-<name>``), environment names (``RESILIENCE_<NAME>``), the YAML
+schema and ``resilience config`` are generated from them. Precedence: argument in code > flag > environment > YAML > default.
+
+A timeout is a number of seconds. ``null`` means no timeout, as in the files and flags that people bring along; leaving it
+out, or ``learned``, means learned. In code (``section(timeout=…)``) ``None`` means learned and ``math.inf`` means none.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import signal
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from resilience.errors import ConfigError, nearest
+
+ENV_PREFIX = "RESILIENCE_"
+
+
+def _setting(default: Any, doc: str, kind: str) -> Any:
+    metadata = {"doc": doc, "kind": kind}
+    if isinstance(default, dict):
+        return field(default_factory=lambda: dict(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True)
+class TimeoutConfig:
+    """When silence is a hang. ``None`` is learned, ``math.inf`` is none."""
+
+    initial_rank_heartbeat_timeout: float | None = _setting(
+        None, "from process start to the first heartbeat or section; imports and init_process_group included", "timeout"
+    )
+    rank_heartbeat_timeout: float | None = _setting(None, "between two heartbeats", "timeout")
+    rank_section_timeouts: Mapping[str, float] = _setting({}, "per section: name:seconds,name:seconds", "timeouts")
+    rank_out_of_section_timeout: float | None = _setting(None, "between two sections", "timeout")
+    rank_exit_timeout: float | None = _setting(None, "from the end of the loop to the end of the process", "timeout")
+    safety_factor: float = _setting(5.0, "a learned timeout is this many times the largest time seen", "positive")
+    learned_timeout_floor: float = _setting(30.0, "no learned timeout is shorter", "positive")
+    unlearned_timeout: float = _setting(1800.0, "used until enough was seen", "timeout_or_none")
+    learn_after: int = _setting(16, "samples after which a learned timeout is trusted", "count")
+
+
+@dataclass(frozen=True)
+class MonitorConfig:
+    """How the rank monitors look and act."""
+
+    workload_check_interval: float = _setting(0.2, "a monitor looks at its rank at least this often", "positive")
+    rank_termination_signal: signal.Signals = _setting(signal.SIGTERM, "first signal to a hung rank", "signal")
+    rank_term_timeout: float = _setting(10.0, "from the first signal to SIGKILL", "positive")
+    testimony_timeout: float = _setting(
+        5.0, "longest wait for the stacks of all ranks before anything is ended", "positive"
+    )
+
+
+@dataclass(frozen=True)
+class LauncherConfig:
+    """What the launcher itself needs."""
+
+    run_dir: str | None = _setting(
+        None, "directory of this run: reports and logs; default below the state folder", "text"
+    )
+    capture_logs: bool = _setting(
+        True, "keep the workers' output per cycle and rank, and prefix it on the console", "switch"
+    )
+    store_silence_timeout: float = _setting(
+        60.0, "a launcher that can't reach the rendezvous store this long ends itself", "positive"
+    )
+    node_silence_timeout: float = _setting(60.0, "a node whose launcher is silent this long is a lost node", "positive")
+    log_level: str = _setting("INFO", "of the launcher's own lines", "level")
+
+
+COMPONENTS = (TimeoutConfig, MonitorConfig, LauncherConfig)
+
+ACCEPTED_WITHOUT_EFFECT = {
+    "node_health_check_interval": "node checks run before every start, not on a clock",
+    "restart_check_interval": "the launchers tell each other at once, nothing is polled for restarts",
+    "enable_nic_monitor": "there is no NIC monitor; a cut link is found by the launcher's own watchdog",
+    "pci_topo_file": "there is no NIC monitor",
+    "link_down_path_template": "there is no NIC monitor",
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """All settings of a run, with where each value came from."""
+
+    timeouts: TimeoutConfig = TimeoutConfig()
+    monitor: MonitorConfig = MonitorConfig()
+    launcher: LauncherConfig = LauncherConfig()
+    sources: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    def rows(self) -> Iterator[tuple[str, str, str, str]]:
+        """Yield (name, value, where from, what it is) for every setting."""
+        for component in (self.timeouts, self.monitor, self.launcher):
+            for item in dataclasses.fields(component):
+                shown = show(getattr(component, item.name), item.metadata["kind"])
+                yield item.name, shown, self.sources.get(item.name, "default"), item.metadata["doc"]
+
+
+def parameters() -> dict[str, dataclasses.Field[Any]]:
+    """Return every setting's field by name."""
+    return {item.name: item for component in COMPONENTS for item in dataclasses.fields(component)}
+
+
+def resolve(flags: Mapping[str, str], environ: Mapping[str, str], yaml_path: str | None = None) -> Settings:
+    """Merge flags, environment and YAML file into :class:`Settings`; raise :class:`ConfigError` for anything unknown."""
+    known = parameters()
+    values: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+    notes: list[str] = []
+    layers = [
+        (_yaml_section(yaml_path), f"file {yaml_path}"),
+        (_environment_settings(environ, known), "environment"),
+        (dict(flags), "flag"),
+    ]
+    for layer, source in layers:
+        for name, raw in layer.items():
+            if name in ACCEPTED_WITHOUT_EFFECT:
+                notes.append(f"{name} ({source}) has no effect here: {ACCEPTED_WITHOUT_EFFECT[name]}.")
+                continue
+            if name not in known:
+                raise ConfigError(
+                    f"unknown setting {name!r} ({source}).{nearest(name, known)} `resilience config` lists all."
+                )
+            values[name] = parse(name, raw, known[name].metadata["kind"], source)
+            sources[name] = source
+
+    def part(component: type) -> dict[str, Any]:
+        return {item.name: values[item.name] for item in dataclasses.fields(component) if item.name in values}
+
+    return Settings(
+        TimeoutConfig(**part(TimeoutConfig)),
+        MonitorConfig(**part(MonitorConfig)),
+        LauncherConfig(**part(LauncherConfig)),
+        sources,
+        tuple(notes),
+    )
+
+
+def _environment_settings(environ: Mapping[str, str], known: Mapping[str, Any]) -> dict[str, str]:
+    """Pick our settings out of the environment. A misspelt one raises; what the launcher itself sets is not a setting."""
+    found = {}
+    for variable, value in environ.items():
+        name = variable[len(ENV_PREFIX) :].lower()
+        if not variable.startswith(ENV_PREFIX) or variable in _WORKER_VARIABLES:
+            continue
+        if name not in known and name not in ACCEPTED_WITHOUT_EFFECT:
+            close = nearest(variable, [ENV_PREFIX + item.upper() for item in known])
+            raise ConfigError(
+                f"unknown environment variable {variable}.{close} `resilience config` lists all settings."
+            )
+        found[name] = value
+    return found
+
+
+def _yaml_section(path: str | None) -> dict[str, Any]:
+    """Return the ``fault_tolerance:`` section of a YAML file, at whatever depth it stands."""
+    if path is None:
+        return {}
+    import yaml  # noqa: PLC0415 - only a run with a file pays for it
+
+    try:
+        with open(path, encoding="utf-8") as file:
+            document = yaml.safe_load(file)
+    except OSError as error:
+        raise ConfigError(f"--ft-cfg-path {path}: {error.strerror or error}. Nothing was started.") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--ft-cfg-path {path} is not valid YAML: {error}. Nothing was started.") from error
+    sections = list(_find_sections(document))
+    if len(sections) != 1:
+        found = "no" if not sections else f"{len(sections)}"
+        raise ConfigError(f"--ft-cfg-path {path} has {found} 'fault_tolerance:' sections; exactly one is needed.")
+    if not isinstance(sections[0], dict):
+        raise ConfigError(f"--ft-cfg-path {path}: 'fault_tolerance:' must hold 'name: value' lines.")
+    return {str(key): value for key, value in sections[0].items()}
+
+
+def _find_sections(node: Any) -> Iterator[Any]:
+    if isinstance(node, dict):
+        for key, value in node.items():
+            if key == "fault_tolerance":
+                yield value
+            else:
+                yield from _find_sections(value)
+    elif isinstance(node, list):
+        for value in node:
+            yield from _find_sections(value)
+
+
+_NO_TIMEOUT = ("none", "null", "~", "")
+_ON = ("1", "true", "yes", "on")
+_OFF = ("0", "false", "no", "off")
+_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+
+
+def parse(name: str, raw: Any, kind: str, source: str) -> Any:
+    """Turn one raw value (text from a flag, or what YAML gave) into the setting's type."""
+    try:
+        return _PARSERS[kind](raw)
+    except (ValueError, TypeError, KeyError) as error:
+        wanted = _WANTED[kind]
+        raise ConfigError(f"{name}={raw!r} ({source}): {error}. Wanted: {wanted}. Nothing was started.") from error
+
+
+def _timeout(raw: Any) -> float | None:
+    if isinstance(raw, str) and raw.strip().lower() == "learned":
+        return None
+    return _timeout_or_none(raw)
+
+
+def _timeout_or_none(raw: Any) -> float:
+    if raw is None or (isinstance(raw, str) and raw.strip().lower() in _NO_TIMEOUT):
+        return math.inf
+    return _positive(raw)
+
+
+def _positive(raw: Any) -> float:
+    if isinstance(raw, bool):
+        raise ValueError("a yes/no value is not a number of seconds")
+    value = float(raw)
+    if math.isnan(value) or value <= 0:
+        raise ValueError("must be greater than 0")
+    return value
+
+
+def _count(raw: Any) -> int:
+    value = int(raw)
+    if value < 1 or value != float(raw):
+        raise ValueError("must be a whole number from 1 up")
+    return value
+
+
+def _timeouts(raw: Any) -> dict[str, float]:
+    if isinstance(raw, str):
+        parts = [part.rpartition(":") for part in raw.split(",") if part.strip()]
+        for name, colon, _ in parts:
+            if not colon or not name.strip():
+                raise ValueError("every entry needs a name and a colon")
+        raw = {name.strip(): value.strip() for name, _, value in parts}
+    if not isinstance(raw, Mapping):
+        raise ValueError("not a mapping")
+    return {str(name): _timeout_or_none(value) for name, value in raw.items()}
+
+
+def _signal(raw: Any) -> signal.Signals:
+    if isinstance(raw, int) or (isinstance(raw, str) and raw.isdigit()):
+        return signal.Signals(int(raw))
+    name = str(raw).strip().upper().removeprefix("SIGNALS.")
+    return signal.Signals[name if name.startswith("SIG") else f"SIG{name}"]
+
+
+def _switch(raw: Any) -> bool:
+    text = str(raw).strip().lower()
+    if text not in _ON + _OFF:
+        raise ValueError("neither yes nor no")
+    return text in _ON
+
+
+def _level(raw: Any) -> str:
+    if isinstance(raw, int) or (isinstance(raw, str) and raw.isdigit()):
+        raw = {10: "DEBUG", 20: "INFO", 30: "WARNING", 40: "ERROR", 50: "CRITICAL"}[int(raw)]
+    text = str(raw).strip().upper()
+    if text not in _LEVELS:
+        raise ValueError("not a log level")
+    return text
+
+
+_PARSERS: dict[str, Any] = {
+    "timeout": _timeout,
+    "timeout_or_none": _timeout_or_none,
+    "timeouts": _timeouts,
+    "positive": _positive,
+    "count": _count,
+    "signal": _signal,
+    "switch": _switch,
+    "level": _level,
+    "text": str,
+}
+_WANTED = {
+    "timeout": "seconds, 'learned', or null for no timeout",
+    "timeout_or_none": "seconds, or null for no timeout",
+    "timeouts": "name:seconds,name:seconds (null for no timeout)",
+    "positive": "a number greater than 0",
+    "count": "a whole number from 1 up",
+    "signal": "a signal's name or number",
+    "switch": "true or false",
+    "level": ", ".join(_LEVELS),
+    "text": "text",
+}
+
+
+def show(value: Any, kind: str) -> str:
+    """Return a value as ``resilience config`` prints it; it can be given back as a flag."""
+    if value is None:
+        return "learned" if kind == "timeout" else "-"
+    if isinstance(value, float):
+        return "null" if math.isinf(value) else f"{value:g}"
+    if isinstance(value, signal.Signals):
+        return value.name
+    if isinstance(value, Mapping):
+        return ",".join(f"{name}:{show(item, 'timeout')}" for name, item in value.items()) or "-"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+# What the launcher tells its workers. Not settings: nobody sets these by hand.
+ENV_SOCKET = "RESILIENCE_SOCKET"
+ENV_CYCLE = "RESILIENCE_CYCLE"
+ENV_LAUNCHER_PID = "RESILIENCE_LAUNCHER_PID"
+ENV_LATE_ATTACH = "RESILIENCE_LATE_ATTACH"
+ENV_RUN = "RESILIENCE_RUN"
+_WORKER_VARIABLES = {ENV_SOCKET, ENV_CYCLE, ENV_LAUNCHER_PID, ENV_LATE_ATTACH, ENV_RUN}
+
+
+@dataclass(frozen=True)
+class RankEnvironment:
+    """What a worker finds in its environment."""
+
+    socket: str | None
+    rank: int | None
+    cycle: int
+    launcher_pid: int
+    late_attach: bool
+
+
+def rank_environment() -> RankEnvironment:
+    """Read what the launcher told this worker."""
+    rank = os.environ.get("RANK", "")
+    return RankEnvironment(
+        socket=os.environ.get(ENV_SOCKET),
+        rank=int(rank) if rank.isdigit() else None,
+        cycle=int(os.environ.get(ENV_CYCLE, "0")),
+        launcher_pid=int(os.environ.get(ENV_LAUNCHER_PID, "0")),
+        late_attach=ENV_LATE_ATTACH in os.environ,
+    )
+
+
+def tell_workers(variables: Mapping[str, str | None]) -> None:
+    """Set (or with ``None`` remove) what the workers that start next find in their environment."""
+    for name, value in variables.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+def environment() -> Mapping[str, str]:
+    """Return the environment, for :func:`resolve`."""
+    return os.environ

@@ -1,0 +1,52 @@
+"""Every error that this library raises.
+
+    ResilienceError
+    ├── ConfigError            a key, flag, environment variable or value that can't be meant
+    ├── PulseError             the in-loop calls were used in a way that can't be meant
+    │   ├── SectionError       a section ended that is not open, or too many names
+    │   └── RankMonitorClientError   the seeds' client, used before init or after shutdown
+    ├── LinkError              a peer process (launcher, monitor) did not answer in time
+    └── UnsupportedPlatform    the launcher needs Linux
+
+The in-loop calls never raise because of us: a missing launcher, a dead monitor or a full page make them no-ops. They
+raise for mistakes in the code that calls them.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class ResilienceError(Exception):
+    """Base of all errors of this library."""
+
+
+class ConfigError(ResilienceError):
+    """A setting that can't be meant; the message names the nearest valid one."""
+
+
+class PulseError(ResilienceError):
+    """Misuse of heartbeat, section or expect_heartbeats."""
+
+
+class SectionError(PulseError):
+    """Misuse of a section."""
+
+
+class RankMonitorClientError(PulseError):
+    """Misuse of RankMonitorClient."""
+
+
+class LinkError(ResilienceError):
+    """Another process of ours did not answer in time."""
+
+
+class UnsupportedPlatform(ResilienceError):  # noqa: N818 - reads as what it is
+    """The launcher needs Linux (memfd, pidfd, SCM_RIGHTS)."""
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """Return ``" Did you mean 'x'?"`` for the known word nearest to ``word``, or an empty string."""
+    matches = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return f" Did you mean {matches[0]!r}?" if matches else ""

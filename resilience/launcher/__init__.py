@@ -1,0 +1,1 @@
+"""Who starts again: the launcher, a superset of torchrun on torch.distributed.elastic."""

@@ -1,0 +1,145 @@
+"""``resilience run``: torchrun's command line, and ours on top.
+
+torch's own parser is used as it is, ``PET_*`` variables included, so whatever torchrun accepts is accepted with the same
+meaning. On top: ``--ft-cfg-path`` and one ``--ft-<name>`` per setting. An unknown flag raises and names the nearest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import uuid
+from typing import Any, NoReturn
+
+from resilience import config
+from resilience.config import ACCEPTED_WITHOUT_EFFECT, Settings
+from resilience.errors import ConfigError, UnsupportedPlatform, nearest
+
+_ALIASES = {"rank_term_timeout": ["--term-timeout", "--term_timeout"]}
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        flags = [flag for action in self._actions for flag in action.option_strings]
+        for word in message.rpartition("unrecognized arguments:")[2].split():
+            if word.startswith("-"):
+                message += nearest(word.partition("=")[0], flags)
+                break
+        super().error(message)
+
+
+def add_settings(parser: argparse.ArgumentParser) -> None:
+    """Add ``--ft-cfg-path`` and a flag for every setting."""
+    group = parser.add_argument_group("resilience", "every setting; `resilience config` prints the values in force")
+    group.add_argument(
+        "--ft-cfg-path", "--ft-cfg_path", metavar="FILE", help="YAML file with a 'fault_tolerance:' section"
+    )
+    for name, item in config.parameters().items():
+        flags = [f"--ft-{name.replace('_', '-')}", f"--ft-{name}", *_ALIASES.get(name, [])]
+        default = config.show(
+            item.default_factory() if callable(item.default_factory) else item.default, item.metadata["kind"]
+        )
+        group.add_argument(*flags, dest=f"ft_{name}", metavar="X", help=f"{item.metadata['doc']} (default: {default})")
+    for name in ACCEPTED_WITHOUT_EFFECT:
+        group.add_argument(f"--ft-{name.replace('_', '-')}", f"--ft-{name}", dest=f"ft_{name}", help=argparse.SUPPRESS)
+
+
+def settings_from(args: argparse.Namespace) -> Settings:
+    """Resolve the settings from parsed flags, the environment and the YAML file."""
+    names = [*config.parameters(), *ACCEPTED_WITHOUT_EFFECT]
+    flags = {name: value for name in names if (value := getattr(args, f"ft_{name}")) is not None}
+    return config.resolve(flags, config.environment(), args.ft_cfg_path)
+
+
+def main(argv: list[str]) -> int:
+    """Run a job; return the exit code."""
+    if sys.platform != "linux":
+        raise UnsupportedPlatform(
+            f"resilience run needs Linux (memfd, pidfd); this is {sys.platform}. The in-loop calls are no-ops here."
+        )
+    from torch.distributed.run import get_args_parser  # noqa: PLC0415 - `resilience --help` and `config` need no torch
+
+    parser = _Parser(
+        prog="resilience run",
+        description="Start a training script on this node and keep it running: torchrun, with a monitor per rank.",
+        parents=[get_args_parser()],
+        conflict_handler="resolve",
+    )
+    add_settings(parser)
+    args = parser.parse_args(argv)
+    try:
+        settings = settings_from(args)
+        log_to_stderr(settings.launcher.log_level)
+        return _run(args, settings)
+    except ConfigError as error:
+        sys.stderr.write(f"resilience run: {error}\n")
+        return 2
+
+
+def _run(args: Any, settings: Settings) -> int:
+    import torch  # noqa: PLC0415
+    from torch.distributed.elastic.multiprocessing import SignalException  # noqa: PLC0415
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record  # noqa: PLC0415
+
+    from resilience.launcher.launch import Session  # noqa: PLC0415
+
+    torch.multiprocessing._set_thread_name("pt_elastic")
+    session = Session(_job(args, settings))
+    try:
+        record(session.run)()  # torch's record: an outer launcher finds the first failure in its error file
+    except ChildFailedError:
+        return 1
+    except SignalException as stop:
+        logging.getLogger("resilience.launcher").warning("ended by %s.", stop.sigval.name)
+        return 1
+    finally:
+        session.close()
+    return 0
+
+
+def _job(args: Any, settings: Settings) -> Any:
+    """Turn parsed arguments into a job, as ``torch.distributed.run.run`` does."""
+    from torch.distributed.run import config_from_args, parse_min_max_nnodes, run_script_path  # noqa: PLC0415
+
+    from resilience.launcher.launch import WORKER, Job  # noqa: PLC0415
+    from resilience.pulse.lifeline import run_path  # noqa: PLC0415
+
+    local = args.rdzv_backend == "static" and not args.rdzv_endpoint and args.master_port is None
+    if args.standalone or (local and parse_min_max_nnodes(args.nnodes)[1] == 1):
+        args.rdzv_backend, args.rdzv_endpoint, args.rdzv_id = "c10d", "localhost:0", str(uuid.uuid4())
+    if args.master_port is None:
+        args.master_port = 29500
+    own_logs = settings.launcher.capture_logs and not (
+        args.log_dir or args.logs_specs or args.redirects != "0" or args.tee != "0"
+    )
+    shown = set(map(int, args.local_ranks_filter.split(","))) if args.local_ranks_filter else None
+    if own_logs:
+        args.log_dir = "/dev/null"  # torch would make a directory of its own in /tmp
+    launch, entrypoint, arguments = config_from_args(args)
+    if entrypoint is run_script_path:
+        entrypoint = run_path
+    elif not args.no_python:
+        arguments = [*arguments[:1], WORKER, *arguments[1:]]  # python -u WORKER [-m] script …
+    return Job(launch, entrypoint, arguments, args.training_script, settings, own_logs, shown)
+
+
+class _Lines(logging.StreamHandler):  # type: ignore[type-arg]
+    """Writes the launcher's lines, each with the cycle and the node."""
+
+    place = "start"
+
+    def set_place(self, cycle: int, node: int) -> None:
+        self.place = f"c{cycle} n{node}"
+
+    def format(self, record: logging.LogRecord) -> str:
+        level = "" if record.levelno <= logging.INFO else f"{record.levelname.lower()}: "
+        return f"resilience [{self.place}] {level}{record.getMessage()}"
+
+
+def log_to_stderr(level: str) -> None:
+    """Send our own lines to stderr, once."""
+    logger = logging.getLogger("resilience")
+    logger.setLevel(level)
+    logger.handlers = [_Lines()]
+    logger.propagate = False

@@ -1,0 +1,191 @@
+"""Start a job: build torch's agent with our parts around it, run it, and leave nothing behind."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed.elastic.rendezvous.registry as rendezvous_registry
+from torch.distributed.elastic import events, metrics
+from torch.distributed.elastic.agent.server.api import WorkerSpec
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.launcher.api import LaunchConfig
+
+from resilience import config
+from resilience.config import Settings
+from resilience.launcher import deadlines, rundir
+from resilience.launcher.agent import Agent
+from resilience.launcher.hub import Hub
+from resilience.launcher.logs import Console, CycleLogs
+from resilience.launcher.rendezvous import FreshStores
+from resilience.observe import report as reports
+
+_LOG = logging.getLogger("resilience.launcher")
+EXIT_CUT_OFF = 75  # EX_TEMPFAIL: the node lost its job; the same command may work later
+WORKER = str(Path(__file__).parent.parent / "_worker")
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be run, and how."""
+
+    launch: LaunchConfig
+    entrypoint: Callable[..., Any] | str
+    arguments: list[str]
+    name: str
+    settings: Settings
+    own_logs: bool
+    shown_ranks: set[int] | None
+
+
+class Session:
+    """Everything that exists while a job runs on this node, and the order in which it goes away."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.run_dir = rundir.make_run_dir(job.settings.launcher.run_dir, job.launch.run_id)
+        self.scratch = rundir.make_scratch()
+        self.console = Console()
+        self.hub = Hub(job.settings, job.launch.nproc_per_node, self.scratch)
+        self.last_words: reports.Report | None = None
+        self.agent: Agent | None = None
+
+    def run(self) -> None:
+        """Run the job to its end. Raises ``ChildFailedError`` or ``SignalException`` as torch does."""
+        launch, settings = self.job.launch, self.job.settings
+        config.tell_workers(
+            {
+                config.ENV_SOCKET: self.hub.socket_path,
+                config.ENV_LAUNCHER_PID: str(os.getpid()),
+                config.ENV_RUN: str(self.run_dir),
+                config.ENV_LATE_ATTACH: None if self._has_trampoline() else "1",
+                "TORCHELASTIC_SIGNALS_TO_HANDLE": launch.signals_to_handle,
+            }
+        )
+        deadlines.announce(launch, settings)
+        parameters = RendezvousParameters(
+            backend=launch.rdzv_backend,
+            endpoint=launch.rdzv_endpoint,
+            run_id=launch.run_id,
+            min_nodes=launch.min_nodes,
+            max_nodes=launch.max_nodes,
+            local_addr=launch.local_addr,
+            **launch.rdzv_configs,
+        )
+        self.agent = Agent(
+            spec=self._spec(parameters),
+            logs_specs=self._logs(),
+            hub=self.hub,
+            publish=self.publish,
+            on_stuck=self.cut_off,
+            rendezvous_limit=deadlines.rendezvous_limit(launch),
+            start_method=launch.start_method,
+            log_line_prefix_template=launch.log_line_prefix_template,
+            shutdown_timeout=launch.shutdown_timeout,
+        )
+        self._run_agent(self.agent, launch)
+
+    def _run_agent(self, agent: Agent, launch: LaunchConfig) -> None:
+        """What torch's ``launch_agent`` does around ``agent.run``."""
+        close_rendezvous = True
+        try:
+            metrics.initialize_metrics(metrics.MetricsConfig(launch.metrics_cfg))
+            result = agent.run()
+            events.record(agent.get_event_succeeded(), launch.event_log_handler)
+            if result is not None and result.is_failed():
+                raise ChildFailedError(name=self.job.name, failures=result.failures)
+        except SignalException:
+            close_rendezvous = False  # it would end the job for every other node
+            events.record(agent.get_event_failed(), launch.event_log_handler)
+            raise
+        except ChildFailedError:
+            raise
+        except Exception:
+            events.record(agent.get_event_failed(), launch.event_log_handler)
+            raise
+        finally:
+            if close_rendezvous:
+                agent.get_worker_group().spec.rdzv_handler.shutdown()
+
+    def _spec(self, parameters: RendezvousParameters) -> WorkerSpec:
+        launch = self.job.launch
+        handler = FreshStores(rendezvous_registry.get_rendezvous_handler(parameters), launch.local_addr)
+        return WorkerSpec(
+            role=launch.role,
+            local_world_size=launch.nproc_per_node,
+            entrypoint=self.job.entrypoint,
+            args=tuple(self.job.arguments),
+            rdzv_handler=handler,
+            max_restarts=launch.max_restarts,
+            monitor_interval=launch.monitor_interval,
+            local_addr=launch.local_addr,
+            event_log_handler=launch.event_log_handler,
+            numa_options=launch.numa_options,
+            duplicate_stdout_filters=launch.duplicate_stdout_filters,
+            duplicate_stderr_filters=launch.duplicate_stderr_filters,
+            virtual_local_rank=launch.virtual_local_rank,
+        )
+
+    def _logs(self) -> Any:
+        return (
+            CycleLogs(self.run_dir, self.console, self.job.shown_ranks)
+            if self.job.own_logs
+            else self.job.launch.logs_specs
+        )
+
+    def _has_trampoline(self) -> bool:
+        return not isinstance(self.job.entrypoint, str) or WORKER in self.job.arguments
+
+    def publish(self, report: reports.Report) -> None:
+        """Keep a report and show it; the one that ends the job is shown last of all."""
+        reports.write(report, self.run_dir)
+        if report["action"] == "stop":
+            self.last_words = report
+        else:
+            self._show(report)
+
+    def _show(self, report: reports.Report) -> None:
+        sys.stderr.write(f"\n{reports.as_text(report, str(self.run_dir))}\n\n")
+        sys.stderr.flush()
+
+    def cut_off(self, why: str) -> None:
+        """End this node: its launcher is stuck. Runs in the watchdog's thread; the main thread may never return."""
+        testimonies = self.hub.testify(self.job.settings.monitor.testimony_timeout)
+        pids, host = self.hub.pids(), os.uname().nodename
+        evidence = reports.Evidence(
+            cycle=self.agent.cycle if self.agent else 0,
+            testimonies=testimonies,
+            hangs=self.hub.hangs(),
+            hosts=dict.fromkeys(pids, host),
+            pids=pids,
+            lost=dict.fromkeys(pids, f"this node is cut off: {why}"),
+        )
+        done = f"the workers of this node were ended, the launcher ends with exit code {EXIT_CUT_OFF}"
+        report = reports.compose(evidence, "stop", done)
+        reports.write(report, self.run_dir)
+        monitor = self.job.settings.monitor
+        self.hub.end_ranks(monitor.rank_termination_signal, monitor.rank_term_timeout)
+        self.last_words = report
+        self.close()
+        os._exit(EXIT_CUT_OFF)
+
+    def close(self) -> None:
+        """Take everything down, in order; show what there is to say last."""
+        if self.agent is not None:
+            self.agent.close()
+        self.hub.end_ranks(signal.SIGKILL, 0.0)
+        self.hub.close()
+        self.console.close()
+        shutil.rmtree(self.scratch, ignore_errors=True)
+        if self.last_words is not None:
+            self._show(self.last_words)
+        _LOG.info("reports and logs: %s", self.run_dir)

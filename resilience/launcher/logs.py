@@ -1,0 +1,147 @@
+"""Worker output: kept per cycle and rank in the run's directory, and shown on the console with a prefix.
+
+Workers write to files and nothing else, so a stopped or dead launcher can't block them: a pipe would fill up. One thread
+follows the files. Where the user asks torch for redirects, tees or a log directory, torch's own handling is used as it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from pathlib import Path
+from typing import BinaryIO
+
+from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
+
+from resilience import config
+
+_CHUNK = 1 << 20
+_TAIL_BYTES = 64 * 1024
+
+
+class CycleLogs(LogsSpecs):  # type: ignore[misc]  # torch is untyped here
+    """``logs/cycle_<n>/rank_<r>/{stdout,stderr}.log`` and ``error.json``, in the run's directory."""
+
+    def __init__(self, run_dir: Path, console: Console, shown: set[int] | None) -> None:
+        super().__init__(log_dir=str(run_dir / "logs"))
+        self._folder = run_dir / "logs"
+        self._console = console
+        self._shown = shown
+        self._files: dict[int, Path] = {}
+
+    @property
+    def root_log_dir(self) -> str:
+        """See base class."""
+        return str(self._folder)
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        """See base class."""
+        cycle = config.rank_environment().cycle
+        destination = LogsDest()
+        self._files = {}
+        for local_rank, env in envs.items():
+            rank = int(env["RANK"])
+            folder = self._folder / f"cycle_{cycle}" / f"rank_{rank}"
+            folder.mkdir(parents=True, exist_ok=True)
+            destination.stdouts[local_rank] = str(folder / "stdout.log")
+            destination.stderrs[local_rank] = str(folder / "stderr.log")
+            destination.error_files[local_rank] = str(folder / "error.json")
+            env["TORCHELASTIC_ERROR_FILE"] = str(folder / "error.json")
+            self._files[rank] = folder / "stderr.log"
+            if self._shown is None or local_rank in self._shown:
+                prefix = f"[c{cycle} n{env['GROUP_RANK']} r{rank}] ".encode()
+                self._console.follow(folder / "stdout.log", 1, prefix)
+                self._console.follow(folder / "stderr.log", 2, prefix)
+        return destination
+
+    def tail(self, rank: int) -> str:
+        """Return the end of a rank's stderr."""
+        return tail_of(self._files[rank]) if rank in self._files else ""
+
+
+def tail_of(path: Path) -> str:
+    """Return the last 64 KiB of a file, or an empty string."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            return file.read().decode("utf-8", "replace")
+    except OSError:
+        return ""
+
+
+class _Followed:
+    def __init__(self, path: Path, stream: int, prefix: bytes) -> None:
+        self.path, self.stream, self.prefix = path, stream, prefix
+        self.file: BinaryIO | None = None
+        self.rest = b""
+
+    def lines(self, last: bool) -> bytes:
+        """Return what was written since the last call, as whole prefixed lines; the unfinished one too if ``last``."""
+        if self.file is None:
+            try:
+                self.file = self.path.open("rb")
+            except OSError:
+                return b""
+        data = self.rest + self.file.read(_CHUNK)
+        whole, newline, self.rest = data.rpartition(b"\n")
+        if last and self.rest:
+            whole, newline, self.rest = whole + newline + self.rest, b"\n", b""
+        if not newline:
+            return b""
+        # Of a progress bar that redraws itself with \r only the newest state is worth a line.
+        return b"".join(self.prefix + line.rstrip(b"\r").rpartition(b"\r")[2] + b"\n" for line in whole.split(b"\n"))
+
+
+class Console:
+    """Follows log files and writes their lines to our own stdout and stderr."""
+
+    def __init__(self) -> None:
+        self._followed: list[_Followed] = []
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="resilience-console", daemon=True)
+        self._thread.start()
+
+    def follow(self, path: Path, stream: int, prefix: bytes) -> None:
+        """Show a file's lines from now on."""
+        with self._lock:
+            self._followed.append(_Followed(path, stream, prefix))
+
+    def drain(self) -> None:
+        """Show everything that has been written, unfinished lines too, and forget the files: their cycle is over."""
+        with self._lock:
+            while self._pass(last=False):
+                pass
+            self._pass(last=True)
+            for item in self._followed:
+                if item.file is not None:
+                    item.file.close()
+            self._followed.clear()
+
+    def close(self) -> None:
+        """Drain and end the thread."""
+        self._stop.set()
+        self._thread.join(5.0)
+        self.drain()
+
+    def _run(self) -> None:
+        while not self._stop.wait(0.05):
+            with self._lock:
+                self._pass(last=False)
+
+    def _pass(self, last: bool) -> bool:
+        wrote = False
+        for item in self._followed:
+            text = item.lines(last)
+            if text:
+                wrote = True
+                with contextlib.suppress(OSError):  # nobody reads our output any more; the files have it
+                    _write_all(item.stream, text)
+        return wrote
+
+
+def _write_all(fd: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]

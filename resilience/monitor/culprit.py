@@ -1,0 +1,94 @@
+"""Who is to blame? A pure function of what the ranks of a job testify.
+
+In lockstep training all ranks wait for the slowest. The one that is furthest behind is the culprit, the others that are
+silent are its victims, however their clocks expired. A rank that died comes before any that hangs: the hang is its doing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+_WAITING = (
+    "distributed/distributed_c10d.py",
+    "distributed/rendezvous.py",
+    "torch/autograd/graph.py",  # backward: gradient reduction waits in there
+    "torch/nn/parallel/distributed.py",
+)
+
+
+@dataclass(frozen=True)
+class Death:
+    """A rank that ended with a failure, and when (CLOCK_MONOTONIC of its node)."""
+
+    rank: int
+    exit_code: int  # negative: signal
+    at_ns: int
+
+
+@dataclass(frozen=True)
+class Blame:
+    """Who, why in one word, and who only waited."""
+
+    rank: int | None
+    kind: str  # hang, exit, signal, node
+    victims: tuple[int, ...]
+
+
+def blame(
+    testimonies: Sequence[dict[str, Any]], deaths: Sequence[Death], hung: Sequence[int], lost: Sequence[int] = ()
+) -> Blame:
+    """Name the culprit of a cycle.
+
+    ``hung``: ranks whose monitor gave a verdict. ``lost``: ranks of nodes that are silent.
+    """
+    everyone = {int(item["rank"]) for item in testimonies} | {death.rank for death in deaths} | set(hung) | set(lost)
+    if deaths:
+        first = min(deaths, key=lambda death: death.at_ns)
+        kind = "signal" if first.exit_code < 0 else "exit"
+        return Blame(first.rank, kind, _others(everyone, first.rank))
+    if lost:
+        return Blame(min(lost), "node", tuple(sorted(everyone - set(lost))))
+    if not testimonies:
+        culprit = min(hung) if hung else None
+        return Blame(culprit, "hang", _others(everyone, culprit))
+    shared = _shared_sections(testimonies)
+    worst = min(testimonies, key=lambda item: _standing(item, shared, hung))
+    return Blame(int(worst["rank"]), "hang", _others(everyone, int(worst["rank"])))
+
+
+def _others(everyone: set[int], culprit: int | None) -> tuple[int, ...]:
+    return tuple(sorted(everyone - {culprit}))
+
+
+def _shared_sections(testimonies: Sequence[dict[str, Any]]) -> list[str]:
+    """Sections that every rank that called us has entered: only those can be compared."""
+    tables = [set(item["entries"]) for item in testimonies if item["adopted"]]
+    return sorted(set.intersection(*tables)) if tables else []
+
+
+def _standing(item: dict[str, Any], shared: list[str], hung: Sequence[int]) -> tuple[Any, ...]:
+    """Order ranks from the most to the least to blame."""
+    stopped = item["state"] in ("T", "t")
+    finished = item["finishing"]
+    done = sum(item["entries"].get(name, 0) for name in shared)
+    step = item["step"] if item["step"] is not None else -1
+    return (
+        not stopped,
+        finished and item["rank"] not in hung,
+        item["adopted"],
+        step,
+        item["beats"],
+        done,
+        _waits(item["stack"]),
+        -item["quiet"],
+        item["rank"],
+    )
+
+
+def _waits(stack: str) -> bool:
+    """Whether the main thread's innermost frames are in a collective: such a rank waits for another one."""
+    main = stack.rpartition("most recent call first")[2] or stack
+    innermost = [line for line in main.splitlines() if line.strip().startswith("File")][:3]
+    return any(path in line for line in innermost for path in _WAITING)

@@ -1,0 +1,222 @@
+"""The in-loop calls: ``heartbeat``, ``section``, ``expect_heartbeats``, ``end_all_sections``, ``done``.
+
+Rule: a call is a few stores into the rank's page; it can't block, and it never raises because of us. Without a launcher
+every call is a no-op, said once at debug level.
+
+Hazard: after ``fork`` a child (a DataLoader worker) must not write its parent's page: the calls are no-ops there.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import math
+import os
+from _thread import get_ident
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, TypeVar, cast
+
+from resilience.errors import PulseError
+from resilience.pulse import attach
+from resilience.pulse.writer import Pulse, SectionRow
+
+Timeout = float | timedelta | None
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class _Process:
+    """This process's pulse, once it is known whether there is one."""
+
+    def __init__(self) -> None:
+        self.pulse: Pulse | None = None
+        self.sections: dict[str, Section] = {}
+        self._looked = False
+
+    def look(self) -> Pulse | None:
+        """Find the pulse on first use; afterwards answer from memory."""
+        if not self._looked:
+            self._looked = True
+            page = attach.page_of_this_process()
+            if page is None:
+                logging.getLogger("resilience").debug(
+                    "no launcher: heartbeats and sections do nothing. Start the script with `resilience run` to be watched."
+                )
+            else:
+                self.pulse = Pulse(page)
+        return self.pulse
+
+    def forget(self) -> None:
+        """Let go of the page: it is the parent's. Sections that the script still holds become no-ops too."""
+        for known in self.sections.values():
+            known.detach()
+        self.pulse = None
+        self.sections = {}
+        self._looked = True
+
+
+_here = _Process()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_here.forget)
+
+
+def heartbeat(step: int | None = None) -> None:
+    """Say that this rank is alive, and at which step.
+
+    From the first heartbeat on they are expected to keep coming, until :func:`done` or the end of the script.
+    """
+    pulse = _here.pulse or _here.look()
+    if pulse is not None:
+        pulse.beat(step)
+
+
+def done() -> None:
+    """Say that no more heartbeats will come. What follows (a last save, teardown) has the long exit timeout."""
+    pulse = _here.pulse or _here.look()
+    if pulse is not None:
+        pulse.unexpect()
+
+
+@contextmanager
+def expect_heartbeats(timeout: Timeout = None) -> Iterator[None]:
+    """Expect heartbeats from here to the end of the block, the first one included.
+
+    ``timeout`` is the longest time between two of them: seconds, a ``timedelta``, ``None`` for learned, ``math.inf``
+    for none.
+    """
+    limit = seconds(timeout)
+    pulse = _here.pulse or _here.look()
+    if pulse is not None:
+        pulse.expect(limit)
+    try:
+        yield
+    finally:
+        if pulse is not None and pulse is _here.pulse:
+            pulse.unexpect()
+
+
+def end_all_sections() -> None:
+    """Close every open section. A ``with`` block that is still inside one leaves quietly later."""
+    pulse = _here.pulse or _here.look()
+    if pulse is not None:
+        pulse.close_all()
+
+
+class Section:
+    """A named part of the training code. Use :func:`section` to get one; it can be entered again while it is open."""
+
+    __slots__ = ("_elsewhere", "_name", "_owner", "_pulse", "_row")
+
+    def __init__(self, name: str, pulse: Pulse | None) -> None:
+        self._name = name
+        self._pulse = pulse
+        self._owner = get_ident()
+        self._row: SectionRow | None = pulse.borrow(name) if pulse is not None else None
+        self._elsewhere: dict[int, SectionRow] = {}
+
+    def __enter__(self) -> Section:
+        row = self._row
+        if row is not None:
+            if get_ident() != self._owner:
+                row = self._row_elsewhere()
+            row.enter()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.leave()
+
+    def leave(self) -> bool:
+        """Close the section in this thread; False when it is not open here."""
+        row = self._row
+        if row is None:
+            return True
+        if get_ident() == self._owner:
+            return row.leave()
+        return self._leave_elsewhere()
+
+    def _row_elsewhere(self) -> SectionRow:
+        """Return this thread's own row: a row has one writer."""
+        row = self._elsewhere.get(get_ident())
+        if row is None:
+            row = self._elsewhere[get_ident()] = cast(Pulse, self._pulse).borrow(self._name)
+        return row
+
+    def _leave_elsewhere(self) -> bool:
+        row = self._elsewhere.get(get_ident())
+        if row is None or not row.leave():
+            return False
+        if not row.starts:
+            del self._elsewhere[get_ident()]
+            cast(Pulse, self._pulse).give_back(self._name, row)
+        return True
+
+    def limit(self, timeout: float) -> None:
+        """Give the section a timeout of its own, in seconds."""
+        row = self._row
+        if row is not None:
+            (row if get_ident() == self._owner else self._row_elsewhere()).limit(timeout)
+
+    def detach(self) -> None:
+        """Become a no-op: this is a forked child."""
+        self._row = None
+
+    def __call__(self, function: F) -> F:
+        """Wrap a function (plain or async) so that each call runs inside the section."""
+        name = self._name
+        if inspect.iscoroutinefunction(function):
+
+            @functools.wraps(function)
+            async def inside_async(*args: Any, **kwargs: Any) -> Any:
+                with section(name):
+                    return await function(*args, **kwargs)
+
+            return cast(F, inside_async)
+
+        @functools.wraps(function)
+        def inside(*args: Any, **kwargs: Any) -> Any:
+            with section(name):
+                return function(*args, **kwargs)
+
+        return cast(F, inside)
+
+
+def section(name: str, timeout: Timeout = None) -> Section:
+    """Return the section ``name``, as a context manager or a decorator.
+
+    It is watched while it is open: ``timeout`` in seconds or as a ``timedelta``, ``None`` for learned, ``math.inf`` for
+    none. A timeout holds for the name until another one is given. Sections nest, and every open one is judged. At most
+    64 names per rank.
+    """
+    known = _here.sections.get(name)
+    if known is None:
+        if not isinstance(name, str):
+            raise PulseError(
+                f"section({name!r}): the name must be a string. Used as a decorator it is @section('name')."
+            )
+        known = _here.sections[name] = Section(name, _here.pulse or _here.look())
+    if timeout is not None:
+        known.limit(cast(float, seconds(timeout)))
+    return known
+
+
+def finish() -> None:
+    """Say that the script has returned. The trampoline calls this; scripts have no need to."""
+    if _here.pulse is not None:
+        _here.pulse.finish()
+
+
+def seconds(timeout: Timeout) -> float | None:
+    """Return a timeout in seconds (``None`` stays ``None``); raise for what can't be meant."""
+    if timeout is None:
+        return None
+    value = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or math.isnan(value) or value <= 0:
+        raise PulseError(
+            f"timeout={timeout!r}: give positive seconds or a timedelta, None for learned, math.inf for none."
+        )
+    return float(value)

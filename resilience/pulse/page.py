@@ -1,0 +1,197 @@
+"""The rank page: a few KiB of shared memory that one rank writes and its monitor reads.
+
+Rule: everything that a verdict depends on is one aligned 8-byte word with a meaning of its own. Such a store is atomic on
+every platform that torch runs on, so no reader can see half of one, and no two words have to agree: a reader that catches
+the rank between two stores sees a clock that is a few hundred nanoseconds older, nothing worse.
+
+Hazard: write through ``memoryview.cast("Q")`` or native ``struct`` only. ``struct`` with an explicit byte order ("<Q")
+copies byte by byte, and readers would see torn words.
+
+Layout, in words of 8 bytes (native byte order; rank and monitor are on one machine):
+
+    0       magic                    12      heartbeat timeout given in code (float; NaN: not given)
+    1       incarnation (cycle)      13      step (NO_STEP: not told)
+    2       pid                      14-16   heartbeat gaps: samples, largest, largest during warm-up
+    3       flags                    17-19   gaps between sections: the same three
+    4       attached at              20      first sign of life at
+    5       rows in use              32-95   ring of the last 64 events
+    6       events written           96-     64 rows of 16 words, one per open-able section:
+    7       finishing since                  open since · entries · closed at · samples · last · largest ·
+    8       heartbeats                       largest during warm-up · timeout given · name (64 bytes, NUL padded)
+    9       last heartbeat at
+    10      heartbeats expected since (0: not expected)
+    11      done since (0: not done)
+
+Times are CLOCK_MONOTONIC in nanoseconds, 0 for "never". The page lives in a memfd: it is bound neither by the size of
+/dev/shm nor by whether it is writable, and it is gone when its last holder is.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+from dataclasses import dataclass
+
+MAGIC = int.from_bytes(b"RSLPAGE1", "little")
+NO_STEP = (1 << 64) - 1
+
+W_MAGIC, W_INCARNATION, W_PID, W_FLAGS, W_ATTACHED, W_ROWS, W_EVENTS, W_FINISHING = range(8)
+W_BEATS, W_BEAT_AT, W_EXPECTED, W_DONE, W_BEAT_TIMEOUT, W_STEP = range(8, 14)
+W_GAPS = 14
+W_OUTSIDE = 17
+W_FIRST_SIGN = 20
+W_RING = 32
+RING = 64
+W_TABLE = W_RING + RING
+ROW_WORDS = 16
+MAX_ROWS = 64
+NAME_BYTES = 64
+R_OPEN, R_ENTRIES, R_CLOSED, R_SAMPLES, R_LAST, R_LARGEST, R_WARMUP, R_TIMEOUT, R_NAME = range(9)
+PAGE_BYTES = -(-(W_TABLE + MAX_ROWS * ROW_WORDS) * 8 // mmap.PAGESIZE) * mmap.PAGESIZE
+
+FLAG_ATTACHED = 1  # the trampoline ran
+FLAG_ADOPTED = 2  # the script called us at least once
+
+ENTER, LEAVE, EXPECT, UNEXPECT, DONE = range(1, 6)
+EVENT_NAMES = {ENTER: "enter", LEAVE: "leave", EXPECT: "expect heartbeats", UNEXPECT: "heartbeats end", DONE: "done"}
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What was measured of one clock: how many samples after warm-up, and the largest, in nanoseconds."""
+
+    samples: int = 0
+    largest: int = 0
+    warmup: int = 0
+
+
+@dataclass(frozen=True)
+class Row:
+    """One section as the monitor sees it. Several threads in one section have a row each, with the same name."""
+
+    name: str
+    open_since: int
+    entries: int
+    closed_at: int
+    last: int
+    seen: Seen
+    timeout: float | None  # seconds, given in code
+
+
+@dataclass(frozen=True)
+class PageView:
+    """A reading of a page. Plain data: everything a verdict needs besides the clock."""
+
+    incarnation: int
+    pid: int
+    attached: bool
+    adopted: bool
+    attached_at: int
+    first_sign: int
+    beats: int
+    beat_at: int
+    expected_since: int
+    done_since: int
+    finishing_since: int
+    beat_timeout: float | None
+    step: int | None
+    gaps: Seen
+    outside: Seen
+    rows: tuple[Row, ...] = ()
+
+    def open_rows(self) -> list[Row]:
+        """Return the open sections, outermost (oldest) first."""
+        return sorted((row for row in self.rows if row.open_since), key=lambda row: row.open_since)
+
+
+class Page:
+    """A mapped page. The writer uses ``words`` and ``floats`` directly; readers call :meth:`read`."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self._map = mmap.mmap(fd, PAGE_BYTES)
+        self.words = memoryview(self._map).cast("Q")
+        self.floats = memoryview(self._map).cast("d")
+
+    @classmethod
+    def create(cls, incarnation: int) -> Page:
+        """Make a fresh page in a memfd of its own. Each life of a rank gets a new one, so a stale process can't write it."""
+        fd = os.memfd_create("resilience-page", os.MFD_CLOEXEC)
+        os.ftruncate(fd, PAGE_BYTES)
+        page = cls(fd)
+        page.words[W_INCARNATION] = incarnation
+        page.words[W_STEP] = NO_STEP
+        page.floats[W_BEAT_TIMEOUT] = math.nan
+        page.words[W_MAGIC] = MAGIC
+        return page
+
+    def name_of(self, row: int) -> str:
+        """Return the name in a row of the section table."""
+        start = (W_TABLE + row * ROW_WORDS + R_NAME) * 8
+        return self._map[start : start + NAME_BYTES].rstrip(b"\0").decode("utf-8", "replace")
+
+    def set_name(self, row: int, name: bytes) -> None:
+        """Write a row's name. To be done before the row is counted in ``W_ROWS``."""
+        start = (W_TABLE + row * ROW_WORDS + R_NAME) * 8
+        self._map[start : start + NAME_BYTES] = name.ljust(NAME_BYTES, b"\0")
+
+    def read(self) -> PageView:
+        """Read the page. Never blocks and never fails, whatever the writer is doing."""
+        words, floats = self.words, self.floats
+        flags, step = words[W_FLAGS], words[W_STEP]
+        return PageView(
+            incarnation=words[W_INCARNATION],
+            pid=words[W_PID],
+            attached=bool(flags & FLAG_ATTACHED),
+            adopted=bool(flags & FLAG_ADOPTED),
+            attached_at=words[W_ATTACHED],
+            first_sign=words[W_FIRST_SIGN],
+            beats=words[W_BEATS],
+            beat_at=words[W_BEAT_AT],
+            expected_since=words[W_EXPECTED],
+            done_since=words[W_DONE],
+            finishing_since=words[W_FINISHING],
+            beat_timeout=_given(floats[W_BEAT_TIMEOUT]),
+            step=None if step == NO_STEP else step,
+            gaps=Seen(*words[W_GAPS : W_GAPS + 3]),
+            outside=Seen(*words[W_OUTSIDE : W_OUTSIDE + 3]),
+            rows=tuple(self._row(index) for index in range(min(words[W_ROWS], MAX_ROWS))),
+        )
+
+    def _row(self, index: int) -> Row:
+        base = W_TABLE + index * ROW_WORDS
+        words = self.words[base : base + R_NAME].tolist()
+        return Row(
+            name=self.name_of(index),
+            open_since=words[R_OPEN],
+            entries=words[R_ENTRIES],
+            closed_at=words[R_CLOSED],
+            last=words[R_LAST],
+            seen=Seen(words[R_SAMPLES], words[R_LARGEST], words[R_WARMUP]),
+            timeout=_given(self.floats[base + R_TIMEOUT]),
+        )
+
+    def last_events(self) -> list[tuple[float, str, str]]:
+        """Return the events still in the ring, oldest first: (seconds since attach, what, section)."""
+        written = self.words[W_EVENTS]
+        rows = min(self.words[W_ROWS], MAX_ROWS)
+        events = []
+        for number in range(max(0, written - RING), written):
+            word = self.words[W_RING + number % RING]
+            kind, row = (word >> 8) & 0xFF, word & 0xFF
+            if kind in EVENT_NAMES:
+                name = self.name_of(row) if kind in (ENTER, LEAVE) and row < rows else ""
+                events.append(((word >> 16) / 1e6, EVENT_NAMES[kind], name))
+        return events
+
+    def close(self) -> None:
+        """Unmap the page and close its descriptor."""
+        self.words.release()
+        self.floats.release()
+        self._map.close()
+        os.close(self.fd)
+
+
+def _given(value: float) -> float | None:
+    return None if math.isnan(value) else value
