@@ -11,10 +11,12 @@ from resilience.errors import ResilienceError, nearest
 _USAGE = """\
 usage: resilience run [torchrun's options] [--ft-…] script.py [arguments]
        resilience config [--ft-…]
+       resilience report RUN_DIR
        resilience --version
 
   run      start a training script and keep it running: torchrun, with a monitor per rank
   config   print every setting, its value and where it came from
+  report   print what happened in a run: one block for each cycle that failed
 """
 
 
@@ -22,24 +24,30 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command; return the exit code."""
     words = sys.argv[1:] if argv is None else argv
     command = words[0] if words else "--help"
-    try:
-        if command == "run":
-            from resilience.launcher.cli import main as run  # noqa: PLC0415
-
-            return run(words[1:])
-        if command == "config":
-            return print_config(words[1:])
-    except ResilienceError as error:
-        sys.stderr.write(f"resilience {command}: {error}\n")
-        return 2
     if command in ("-h", "--help"):
         sys.stdout.write(_USAGE)
         return 0
     if command in ("-V", "--version"):
         sys.stdout.write(f"resilience {__version__}\n")
         return 0
-    sys.stderr.write(f"resilience: unknown command {command!r}.{nearest(command, ['run', 'config'])}\n{_USAGE}")
-    return 2
+    act = {"run": run, "config": print_config, "report": print_report}.get(command)
+    if act is None:
+        sys.stderr.write(
+            f"resilience: unknown command {command!r}.{nearest(command, ['run', 'config', 'report'])}\n{_USAGE}"
+        )
+        return 2
+    try:
+        return act(words[1:])
+    except ResilienceError as error:
+        sys.stderr.write(f"resilience {command}: {error}\n")
+        return 2
+
+
+def run(argv: list[str]) -> int:
+    """Start a job."""
+    from resilience.launcher.cli import main as launch  # noqa: PLC0415 - the other commands need no torch
+
+    return launch(argv)
 
 
 def print_config(argv: list[str]) -> int:
@@ -57,6 +65,28 @@ def print_config(argv: list[str]) -> int:
         sys.stdout.write(f"{name:{name_width}}  {value:{value_width}}  {source:{source_width}}  {doc}\n")
     for note in settings.notes:
         sys.stdout.write(f"note: {note}\n")
+    return 0
+
+
+def print_report(argv: list[str]) -> int:
+    """Print the reports of a run's directory."""
+    from pathlib import Path  # noqa: PLC0415
+
+    from resilience.observe.report import as_text, read_all  # noqa: PLC0415
+
+    parser = argparse.ArgumentParser(prog="resilience report", description="Print what happened in a run.")
+    parser.add_argument("run_dir", help="the run's directory, as printed at its start and end")
+    folder = Path(parser.parse_args(argv).run_dir)
+    if not folder.is_dir():
+        sys.stderr.write(
+            f"resilience report: {folder} is not a directory. A run prints its directory at start and end.\n"
+        )
+        return 2
+    reports = read_all(folder)
+    for report in reports:
+        sys.stdout.write(as_text(report, str(folder)) + "\n\n")
+    count = len(reports)
+    sys.stdout.write(f"{count} cycle{'s' * (count != 1)} failed\n" if count else "no cycle failed\n")
     return 0
 
 

@@ -73,14 +73,20 @@ def main(arguments: list[str]) -> None:
     sys.orig_argv[:] = [sys.orig_argv[0], "-u", *arguments]
     try:
         (become_module if as_module else become_script)(rest[0], rest[1:])
-    except (SystemExit, KeyboardInterrupt):
+    except SystemExit:
         raise
-    except BaseException as error:  # noqa: BLE001 - the outermost frame of a process: shown, then the exit code is set
+    except BaseException as error:
+        # Show it as the interpreter would, without our frames; then let it go its way for the exit code (and SIGINT).
         error.__traceback__ = _without_our_frames(error.__traceback__)
         sys.excepthook(type(error), error, error.__traceback__)
-        raise SystemExit(1) from None
+        sys.excepthook = _already_shown
+        raise
     finally:
         finish()
+
+
+def _already_shown(kind: type[BaseException], value: BaseException, trace: Any) -> None:
+    pass
 
 
 def _without_our_frames(trace: Any) -> Any:

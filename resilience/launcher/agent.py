@@ -177,7 +177,7 @@ class Agent(LocalElasticAgent):  # type: ignore[misc]  # torch is untyped here
             total = worker_group.spec.max_restarts
             detail = f"all workers are restarted ({total - left + 1} of {total} restarts used)"
         elif worker_group.spec.max_restarts == 0:
-            detail = "the job was ended: --max-restarts is 0"
+            detail = "the job was ended, because --max-restarts is 0; with --max-restarts=N it would be restarted"
         else:
             detail = f"the job was ended: all {worker_group.spec.max_restarts} restarts are used"
         ranks = [worker.global_rank for worker in worker_group.workers]

@@ -81,9 +81,11 @@ def _run(args: Any, settings: Settings) -> int:
     import torch  # noqa: PLC0415
     from torch.distributed.elastic.multiprocessing import SignalException  # noqa: PLC0415
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record  # noqa: PLC0415
+    from torch.distributed.elastic.rendezvous import RendezvousError  # noqa: PLC0415
 
     from resilience.launcher.launch import Session  # noqa: PLC0415
 
+    log = logging.getLogger("resilience.launcher")
     torch.multiprocessing._set_thread_name("pt_elastic")
     session = Session(_job(args, settings))
     try:
@@ -91,11 +93,29 @@ def _run(args: Any, settings: Settings) -> int:
     except ChildFailedError:
         return 1
     except SignalException as stop:
-        logging.getLogger("resilience.launcher").warning("ended by %s.", stop.sigval.name)
+        log.warning("ended by %s.", stop.sigval.name)
+        return 1
+    except RendezvousError as error:
+        log.error("%s", _rendezvous_failure(error, args))
         return 1
     finally:
         session.close()
     return 0
+
+
+def _rendezvous_failure(error: Exception, args: Any) -> str:
+    """Say what a failed rendezvous means."""
+    where = f"{args.rdzv_backend} at {args.rdzv_endpoint or 'this host'}"
+    sentences = {
+        "RendezvousTimeoutError": f"fewer than --nnodes={args.nnodes} nodes came together in time ({where}). Look at the nodes "
+        "that are missing, or allow fewer with --nnodes=MIN:MAX",
+        "RendezvousClosedError": f"the job was ended by another node ({where}). Its log has the cause",
+        "RendezvousConnectionError": f"the rendezvous store does not answer ({where}). Check --rdzv-endpoint, and that its "
+        "host runs",
+    }
+    return (
+        sentences.get(type(error).__name__, f"the rendezvous failed ({where}): {error}") + ". The workers were ended."
+    )
 
 
 def _job(args: Any, settings: Settings) -> Any:

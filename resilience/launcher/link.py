@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 from resilience.launcher.hub import Hub
@@ -27,6 +28,7 @@ from resilience.pulse.timeouts import from_json, merge, to_json
 _LOG = logging.getLogger("resilience.launcher")
 _TICK_S = 0.5
 _LEARN_EVERY_S = 5.0
+_STORE_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -160,13 +162,17 @@ class Link:
     # -- the thread -----------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        self._store.set_timeout(_timeout())
+        self._store.set_timeout(timedelta(seconds=_STORE_TIMEOUT_S))
         while not self._stop.wait(_TICK_S):
-            try:
-                self._tick()
-                self._answered = time.monotonic()
-            except RuntimeError as error:  # torch's DistError family: the store is gone or out of reach
-                _LOG.debug("the store did not answer: %s", _first_line(error))
+            self._try(self._tick)
+        self._try(self._look_for_report)  # it may have come since the last tick; there will be no next one
+
+    def _try(self, act: Callable[[], None]) -> None:
+        try:
+            act()
+            self._answered = time.monotonic()
+        except RuntimeError as error:  # torch's DistError family: the store is gone or out of reach
+            _LOG.debug("the store did not answer: %s", _first_line(error))
 
     def _tick(self) -> None:
         self._counter += 1
@@ -176,16 +182,20 @@ class Link:
             if self._alarm is not None:
                 testimonies = self._hub.testify(self._hub.settings.monitor.testimony_timeout)
                 self._write(f"testimony/{self._me}", json.dumps(testimonies))
-        elif self._report is None:
-            text = self._read("report")
-            if text is not None:
-                self._report = json.loads(text)
-                self._on_report(self._report)
+        else:
+            self._look_for_report()
         if self._me == 0:
             self._look_for_silence()
         if time.monotonic() - self._learned_at > _LEARN_EVERY_S:
             self._learned_at = time.monotonic()
             self._exchange()
+
+    def _look_for_report(self) -> None:
+        text = self._read("report") if self._report is None else None
+        if text is not None:
+            report: dict[str, Any] = json.loads(text)
+            self._on_report(report)
+            self._report = report
 
     def _look_for_silence(self) -> None:
         now = time.monotonic()
@@ -225,12 +235,6 @@ class Link:
             if threading.current_thread() is self._thread:
                 raise
             _LOG.warning("the other nodes could not be told: %s", _first_line(error))
-
-
-def _timeout() -> Any:
-    from datetime import timedelta  # noqa: PLC0415
-
-    return timedelta(seconds=10)
 
 
 def _first_line(error: BaseException) -> str:

@@ -66,7 +66,7 @@ def compose(evidence: Evidence, action: str, action_detail: str) -> Report:
         "victims": list(found.victims),
         "action": action,
         "action_detail": action_detail,
-        "remedy": remedy(kind, culprit, action),
+        "remedy": remedy(kind, culprit),
         "waiting": _waiting(known, found),
         "ranks": known,
     }
@@ -117,7 +117,7 @@ def ranks_in_words(ranks: Sequence[int]) -> str:
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(words)
 
 
-def remedy(kind: str, culprit: Mapping[str, Any], action: str) -> str:
+def remedy(kind: str, culprit: Mapping[str, Any]) -> str:
     """Say what to do."""
     if kind == "hang":
         where = (
@@ -134,8 +134,6 @@ def remedy(kind: str, culprit: Mapping[str, Any], action: str) -> str:
         advice = "Look at the node and its network; the launcher on it does not answer."
     else:
         advice = "Look at the last lines of the rank's log."
-    if action == "stop":
-        advice += " The job was ended; start it again with --max-restarts to have it restarted."
     return advice
 
 
@@ -172,10 +170,10 @@ def as_text(report: Report, run_dir: str) -> str:
     culprit = report["culprit"]
     who = f"rank {culprit['rank']}" if culprit["rank"] is not None else "unknown rank"
     sections = " > ".join(f"{item['name']} ({item['age_s']:.1f} s)" for item in culprit["sections"]) or "none open"
-    step = culprit["step"] if culprit["step"] is not None else "unknown"
+    step = f"after step {culprit['step']}" if culprit["step"] is not None else "step unknown"
     lines = [
         f"culprit   {who} on {culprit['host']}, pid {culprit['pid']}: {culprit['kind']}, {culprit['message']}",
-        f"where     step {step}, sections: {sections}",
+        f"where     {step}, sections: {sections}",
     ]
     if report["victims"]:
         lines.append(f"victims   {report['waiting'] or ranks_in_words(report['victims'])}")
@@ -203,3 +201,9 @@ def write(report: Report, run_dir: Path) -> None:
     partial = folder / f".{report['cycle']}.{os.getpid()}.partial"
     partial.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     partial.replace(target)
+
+
+def read_all(run_dir: Path) -> list[Report]:
+    """Return the reports of a run, in the order of their cycles."""
+    paths = sorted((run_dir / "cycles").glob("*.json"), key=lambda path: int(path.stem))
+    return [json.loads(path.read_text(encoding="utf-8")) for path in paths]

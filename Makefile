@@ -1,0 +1,56 @@
+# The same few words on every machine. Needs nothing but Python 3.10 or newer, make and git.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.ready
+
+.PHONY: setup lint format test test-real soak bench demo clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make demo       two ranks train, one is killed, later one hangs; the job survives both"
+	@echo "make test       the test suite: pip packages only, no root"
+	@echo "make test-real  tests that need root and Debian packages (network namespaces)"
+	@echo "make lint       ruff and mypy"
+	@echo "make bench      the benchmarks; RESILIENCE_BENCH_NVRX=VENV adds the peer"
+	@echo "make soak       the long form of the fault tests"
+
+setup: $(STAMP)
+
+# torch first, under its pin: whatever depends on it then finds it there and pulls nothing else.
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $$(grep '^torch==' constraints.txt) numpy
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $(STAMP)
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+test: setup
+	$(BIN)/python -m pytest tests --ignore=tests/real -n 3
+
+test-real: setup
+	@test "$$(id -u)" = 0 || { echo "make test-real needs root"; exit 1; }
+	@command -v ip >/dev/null || { apt-get update -qq && apt-get install -y -qq iproute2; }
+	$(BIN)/python -m pytest tests/real
+
+soak: setup
+	RESILIENCE_TEST_ROUNDS=$${ROUNDS:-100} $(BIN)/python -m pytest tests/soak -n 2 --timeout=0
+
+bench: setup
+	$(BIN)/python -m benchmarks
+
+demo: setup
+	@rm -rf .demo && mkdir -p .demo/work
+	@OMP_NUM_THREADS=1 $(BIN)/resilience run --nproc-per-node=2 --max-restarts=3 --ft-run-dir=.demo/run examples/demo.py .demo/work
+	@$(BIN)/resilience report .demo/run
+
+clean:
+	rm -rf $(VENV) .demo build dist *.egg-info

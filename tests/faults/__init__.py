@@ -1,0 +1,1 @@
+"""Tests that kill, stop, hang, fill and corrupt."""

@@ -1,0 +1,178 @@
+"""Start real jobs, watch them by condition, and leave nothing of them behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+WORKLOADS = Path(__file__).parent / "workloads"
+DEADLINE_S = 90.0
+
+
+def wait_for(condition: Callable[[], Any], what: str, timeout: float = DEADLINE_S) -> Any:
+    """Poll until ``condition()`` is true and return it; fail with ``what`` when it does not become so."""
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        value = condition()
+        if value:
+            return value
+        time.sleep(0.02)
+    raise AssertionError(f"waited {timeout:g} s in vain for {what}")
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs (a zombie does not)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+class Job:
+    """One launcher with its run directory."""
+
+    def __init__(
+        self,
+        folder: Path,
+        options: list[str],
+        script: list[str],
+        env: dict[str, str] | None = None,
+        wrap: Callable[[list[str]], list[str]] = list,
+    ) -> None:
+        self.folder = folder
+        self.run_dir = folder / "run"
+        self.progress = folder / "progress"
+        self.tmp = folder / "tmp"
+        for path in (self.progress, self.tmp):
+            path.mkdir(parents=True, exist_ok=True)
+        self.log_path = folder / "log"
+        command = [sys.executable, "-m", "resilience.run", f"--ft-run-dir={self.run_dir}", *options, *script]
+        environment = {
+            **{name: value for name, value in os.environ.items() if not name.startswith("RESILIENCE_")},
+            "PROGRESS": str(self.progress),
+            "TMPDIR": str(self.tmp),
+            "OMP_NUM_THREADS": "1",
+            **(env or {}),
+        }
+        environment.pop("XDG_RUNTIME_DIR", None)
+        with self.log_path.open("wb") as log:
+            self.process = subprocess.Popen(
+                wrap(command), env=environment, stdout=log, stderr=subprocess.STDOUT, cwd=folder
+            )
+        self.pid = self.process.pid
+
+    def log(self) -> str:
+        return self.log_path.read_text(errors="replace")
+
+    def notes(self, rank: int) -> list[list[str]]:
+        """What a rank of the train.py workload noted: [cycle, what, time, pid] lines."""
+        path = self.progress / f"rank_{rank}"
+        return [line.split() for line in path.read_text().splitlines()] if path.exists() else []
+
+    def await_note(self, rank: int, what: str, cycle: int = 0) -> list[str]:
+        """Wait until a rank noted ``what`` in ``cycle``."""
+
+        def found() -> list[str] | None:
+            matching = [note for note in self.notes(rank) if note[:2] == [str(cycle), what]]
+            if not matching and self.process.poll() is not None:
+                raise AssertionError(f"the job ended before rank {rank} noted {what!r}:\n{self.log()}")
+            return matching[0] if matching else None
+
+        note: list[str] = wait_for(found, f"rank {rank} to note {what!r} in cycle {cycle}\n{self.log()[-3000:]}")
+        return note
+
+    def monitors(self) -> list[int]:
+        """The pids of the monitors, in order of local rank."""
+        return sorted(pid for pid in children(self.pid) if "resilience/monitor" in command_line(pid))
+
+    def report(self, cycle: int) -> dict[str, Any]:
+        """The report of a cycle; waits for it."""
+        path = self.run_dir / "cycles" / f"{cycle}.json"
+        wait_for(path.exists, f"{path}\n{self.log()[-3000:]}")
+        data: dict[str, Any] = json.loads(path.read_text())
+        return data
+
+    def wait(self, timeout: float = DEADLINE_S) -> int:
+        """Wait for the launcher's end and return its exit code."""
+        try:
+            return self.process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"the job did not end within {timeout:g} s:\n{self.log()[-4000:]}") from None
+
+    def family(self) -> list[int]:
+        """All live processes that this job started, wherever they are in the tree: they carry its run directory."""
+        mark = f"PROGRESS={self.progress}".encode()
+        found = []
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit() and alive(int(entry.name)):
+                try:
+                    if mark in (entry / "environ").read_bytes().split(b"\0"):
+                        found.append(int(entry.name))
+                except OSError:
+                    continue
+        return found
+
+    def close(self) -> None:
+        """End whatever is left."""
+        for pid in self.family():
+            if alive(pid):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+
+    def assert_nothing_left(self) -> None:
+        """No process, socket or temporary file of the job may be left."""
+        wait_for(
+            lambda: not self.family(), f"all processes to end: {[(p, command_line(p)) for p in self.family()]}", 20
+        )
+        left = [path for path in self.tmp.rglob("*") if not path.name.startswith("torchinductor")]
+        assert not left, f"left behind: {left}"
+
+
+def children(pid: int) -> list[int]:
+    """Direct children of a process."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                if int((entry / "stat").read_text().rpartition(")")[2].split()[1]) == pid:
+                    found.append(int(entry.name))
+            except (OSError, IndexError):
+                continue
+    return found
+
+
+def command_line(pid: int) -> str:
+    """The command line of a process."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    except OSError:
+        return ""
+
+
+@contextmanager
+def job(
+    folder: Path,
+    options: list[str],
+    script: list[str],
+    env: dict[str, str] | None = None,
+    wrap: Callable[[list[str]], list[str]] = list,
+) -> Iterator[Job]:
+    """Start a job, ``wrap``ped in another command if need be; whatever happens, nothing of it survives the block."""
+    started = Job(folder, options, script, env, wrap)
+    try:
+        yield started
+    finally:
+        started.close()
+
+
+def train(*arguments: object) -> list[str]:
+    """The train.py workload with arguments."""
+    return [str(WORKLOADS / "train.py"), *map(str, arguments)]

@@ -1,0 +1,1 @@
+"""Tests on real parts that need root and Debian packages (``make test-real``)."""
