@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -50,9 +52,8 @@ class Job:
         self.folder = folder
         self.run_dir = folder / "run"
         self.progress = folder / "progress"
-        self.tmp = folder / "tmp"
-        for path in (self.progress, self.tmp):
-            path.mkdir(parents=True, exist_ok=True)
+        self.tmp = Path(tempfile.mkdtemp(prefix="job-"))  # short: sockets live in it
+        self.progress.mkdir(parents=True, exist_ok=True)
         self.log_path = folder / "log"
         command = [sys.executable, "-m", "resilience.run", f"--ft-run-dir={self.run_dir}", *options, *script]
         environment = {
@@ -126,6 +127,7 @@ class Job:
             if alive(pid):
                 os.kill(pid, signal.SIGKILL)
         self.process.wait()
+        shutil.rmtree(self.tmp, ignore_errors=True)
 
     def assert_nothing_left(self) -> None:
         """No process, socket or temporary file of the job may be left."""

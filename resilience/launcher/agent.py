@@ -24,6 +24,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import LogsSpecs, SignalException
 
 from resilience import config
+from resilience.launcher import lines
 from resilience.launcher.hub import Hub
 from resilience.launcher.link import Agreement, Link, Node, agree
 from resilience.launcher.watchdog import Watchdog
@@ -121,7 +122,7 @@ class Agent(LocalElasticAgent):  # type: ignore[misc]  # torch is untyped here
         self.cycle = agreement.cycle
         self._hub.learn(agreement.learned)
         config.tell_workers({config.ENV_CYCLE: str(self.cycle)})
-        logging.getLogger("resilience").handlers[0].set_place(self.cycle, worker_group.group_rank)  # type: ignore[attr-defined]
+        lines.set_place(self.cycle, worker_group.group_rank)
         self._link = Link(worker_group.store, worker_group.group_rank, agreement, self._hub, self._publish)
 
     def _close_link(self) -> None:

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 from resilience import config
 from resilience.config import ACCEPTED_WITHOUT_EFFECT, Settings
 from resilience.errors import ConfigError, UnsupportedPlatform, nearest
+from resilience.launcher import lines
 
 _ALIASES = {"rank_term_timeout": ["--term-timeout", "--term_timeout"]}
 
@@ -70,7 +71,7 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     try:
         settings = settings_from(args)
-        log_to_stderr(settings.launcher.log_level)
+        lines.start(settings.launcher.log_level)
         return _run(args, settings)
     except ConfigError as error:
         sys.stderr.write(f"resilience run: {error}\n")
@@ -95,6 +96,9 @@ def _run(args: Any, settings: Settings) -> int:
     except SignalException as stop:
         log.warning("ended by %s.", stop.sigval.name)
         return 1
+    except KeyboardInterrupt:
+        log.warning("ended by SIGINT.")
+        return 130
     except RendezvousError as error:
         log.error("%s", _rendezvous_failure(error, args))
         return 1
@@ -142,24 +146,3 @@ def _job(args: Any, settings: Settings) -> Any:
     elif not args.no_python:
         arguments = [*arguments[:1], WORKER, *arguments[1:]]  # python -u WORKER [-m] script …
     return Job(launch, entrypoint, arguments, args.training_script, settings, own_logs, shown)
-
-
-class _Lines(logging.StreamHandler):  # type: ignore[type-arg]
-    """Writes the launcher's lines, each with the cycle and the node."""
-
-    place = "start"
-
-    def set_place(self, cycle: int, node: int) -> None:
-        self.place = f"c{cycle} n{node}"
-
-    def format(self, record: logging.LogRecord) -> str:
-        level = "" if record.levelno <= logging.INFO else f"{record.levelname.lower()}: "
-        return f"resilience [{self.place}] {level}{record.getMessage()}"
-
-
-def log_to_stderr(level: str) -> None:
-    """Send our own lines to stderr, once."""
-    logger = logging.getLogger("resilience")
-    logger.setLevel(level)
-    logger.handlers = [_Lines()]
-    logger.propagate = False

@@ -118,7 +118,11 @@ class Hub:
             for post in self._posts:
                 if post.alive():
                     self._tell(post, {"op": "end", "signal": int(signum), "grace": grace})
-            if self._wait_gone(grace + 1.0):
+            gone = self._wait_gone(grace + 1.0)
+            for post in self._posts:
+                if not post.alive() and post.pid:
+                    proc.sweep_session(post.pid, post.started_ticks)
+            if gone:
                 return
             for post in self._posts:  # a monitor that is stopped or dead does not climb: we do
                 if post.alive():
@@ -166,7 +170,10 @@ class Hub:
         while not self._closing:
             for key, _ in self._selector.select(0.5):
                 with self._changed:
-                    key.data(key.fileobj)
+                    try:
+                        key.data(key.fileobj)
+                    except Exception:  # noqa: BLE001 - a thread's boundary: one bad message must not deafen the launcher
+                        _LOG.exception("a message could not be handled")
                     self._changed.notify_all()
             with self._changed:
                 self._look_after_monitors()

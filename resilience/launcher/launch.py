@@ -6,7 +6,6 @@ import logging
 import os
 import shutil
 import signal
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +21,7 @@ from torch.distributed.launcher.api import LaunchConfig
 
 from resilience import config
 from resilience.config import Settings
-from resilience.launcher import deadlines, rundir
+from resilience.launcher import deadlines, lines, rundir
 from resilience.launcher.agent import Agent
 from resilience.launcher.hub import Hub
 from resilience.launcher.logs import Console, CycleLogs
@@ -55,6 +54,7 @@ class Session:
         self.run_dir = rundir.make_run_dir(job.settings.launcher.run_dir, job.launch.run_id)
         self.scratch = rundir.make_scratch()
         self.console = Console()
+        lines.speak_through(self.console.say)
         self.hub = Hub(job.settings, job.launch.nproc_per_node, self.scratch)
         self.last_words: reports.Report | None = None
         self.agent: Agent | None = None
@@ -154,8 +154,7 @@ class Session:
             self._show(report)
 
     def _show(self, report: reports.Report) -> None:
-        sys.stderr.write(f"\n{reports.as_text(report, str(self.run_dir))}\n\n")
-        sys.stderr.flush()
+        self.console.say(f"\n{reports.as_text(report, str(self.run_dir))}\n\n")
 
     def cut_off(self, why: str) -> None:
         """End this node: its launcher is stuck. Runs in the watchdog's thread; the main thread may never return."""
@@ -184,8 +183,8 @@ class Session:
             self.agent.close()
         self.hub.end_ranks(signal.SIGKILL, 0.0)
         self.hub.close()
-        self.console.close()
         shutil.rmtree(self.scratch, ignore_errors=True)
         if self.last_words is not None:
             self._show(self.last_words)
         _LOG.info("reports and logs: %s", self.run_dir)
+        self.console.close()

@@ -43,6 +43,7 @@ class Learner:
 
     def merge(self, table: Learned) -> bool:
         """Take in what another node or an earlier run has seen; True when something changed."""
+        self.adopted = self.adopted or INITIAL in table
         merged = merge(self.learned, table)
         changed = merged != self.learned
         self.learned = merged
@@ -50,7 +51,9 @@ class Learner:
 
     def calculate(self, limits: Mapping[str, float]) -> None:
         """Set timeouts that a script calculated; they take the place of configured ones, as it asked for."""
-        self._calculated.update({name: max(float(value), 0.001) for name, value in limits.items()})
+        self._calculated.update(
+            {name: float(value) for name, value in limits.items() if math.isfinite(value) and value > 0}
+        )
 
     def alarm(self, clock: str, seconds: float, source: str) -> None:
         """Note that a limit expired; a learned one is doubled."""

@@ -29,6 +29,7 @@ _LOG = logging.getLogger("resilience.launcher")
 _TICK_S = 0.5
 _LEARN_EVERY_S = 5.0
 _STORE_TIMEOUT_S = 10.0
+_STACK_BUDGET = 256 * 1024  # characters of stack per rank, shared by all nodes of the job
 
 
 @dataclass(frozen=True)
@@ -181,7 +182,9 @@ class Link:
             self._alarm = self._read("alarm")
             if self._alarm is not None:
                 testimonies = self._hub.testify(self._hub.settings.monitor.testimony_timeout)
-                self._write(f"testimony/{self._me}", json.dumps(testimonies))
+                self._write(
+                    f"testimony/{self._me}", json.dumps([_short(item, len(self.nodes)) for item in testimonies])
+                )
         else:
             self._look_for_report()
         if self._me == 0:
@@ -200,8 +203,7 @@ class Link:
     def _look_for_silence(self) -> None:
         now = time.monotonic()
         limit = self._hub.settings.launcher.node_silence_timeout
-        for node in range(1, len(self.nodes)):
-            text = (self._read(f"alive/{node}") or "").encode()
+        for node, text in enumerate(self._read_all("alive"), 1):
             value, since = self._seen.get(node, (b"", now))
             if value != text:
                 since = now
@@ -209,12 +211,19 @@ class Link:
             if now - since > limit and node not in self._lost:
                 self._lost[node] = f"the launcher on {self.nodes[node].host} has been silent for {now - since:.0f} s"
 
+    def _read_all(self, name: str) -> list[bytes]:
+        """Return a key of every other node; in one round trip once all have written it."""
+        keys = [f"{self._prefix}{name}/{node}" for node in range(1, len(self.nodes))]
+        if self._store.has_extended_api() and self._store.check(keys):
+            return [bytes(value) for value in self._store.multi_get(keys)]
+        return [bytes(self._store.get(key)) if self._store.check([key]) else b"" for key in keys]
+
     def _exchange(self) -> None:
         mine = json.dumps(to_json(self._hub.learner.learned))
         self._write(f"learned/{self._me}", mine)
         if self._me == 0:
-            for node in range(1, len(self.nodes)):
-                self._hub.learn(json.loads(self._read(f"learned/{node}") or "{}"))
+            for text in self._read_all("learned"):
+                self._hub.learn(json.loads(text or b"{}"))
             self._write("learned", json.dumps(to_json(self._hub.learner.learned)))
         else:
             self._hub.learn(json.loads(self._read("learned") or "{}"))
@@ -235,6 +244,12 @@ class Link:
             if threading.current_thread() is self._thread:
                 raise
             _LOG.warning("the other nodes could not be told: %s", _first_line(error))
+
+
+def _short(testimony: dict[str, Any], nodes: int) -> dict[str, Any]:
+    """Cut a stack so that the testimony of thousands of ranks fits through one store."""
+    room = max(2_000, _STACK_BUDGET // nodes)
+    return {**testimony, "stack": testimony["stack"][:room]}
 
 
 def _first_line(error: BaseException) -> str:

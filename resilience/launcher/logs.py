@@ -6,6 +6,7 @@ follows the files. Where the user asks torch for redirects, tees or a log direct
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import os
 import threading
@@ -18,6 +19,8 @@ from resilience import config
 
 _CHUNK = 1 << 20
 _TAIL_BYTES = 64 * 1024
+_EVERY_S = 0.05
+_PATIENCE_S = 5.0
 
 
 class CycleLogs(LogsSpecs):  # type: ignore[misc]  # torch is untyped here
@@ -39,6 +42,7 @@ class CycleLogs(LogsSpecs):  # type: ignore[misc]  # torch is untyped here
         """See base class."""
         cycle = config.rank_environment().cycle
         destination = LogsDest()
+        self._console.forget()
         self._files = {}
         for local_rank, env in envs.items():
             rank = int(env["RANK"])
@@ -75,6 +79,11 @@ class _Followed:
         self.path, self.stream, self.prefix = path, stream, prefix
         self.file: BinaryIO | None = None
         self.rest = b""
+        self.over = False
+
+    def close(self) -> None:
+        if self.file is not None:
+            self.file.close()
 
     def lines(self, last: bool) -> bytes:
         """Return what was written since the last call, as whole prefixed lines; the unfinished one too if ``last``."""
@@ -94,10 +103,14 @@ class _Followed:
 
 
 class Console:
-    """Follows log files and writes their lines to our own stdout and stderr."""
+    """Follows log files and writes their lines, and the launcher's own, to our stdout and stderr.
+
+    Only its thread writes. A terminal that is paused or a pipe that nobody reads then blocks that thread and nothing else.
+    """
 
     def __init__(self) -> None:
         self._followed: list[_Followed] = []
+        self._said: collections.deque[bytes] = collections.deque()
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="resilience-console", daemon=True)
@@ -108,40 +121,53 @@ class Console:
         with self._lock:
             self._followed.append(_Followed(path, stream, prefix))
 
-    def drain(self) -> None:
-        """Show everything that has been written, unfinished lines too, and forget the files: their cycle is over."""
+    def say(self, text: str) -> None:
+        """Show a text of the launcher's own on stderr, after the workers' lines that are there already."""
+        self._said.append(text.encode())
+
+    def forget(self) -> None:
+        """Let go of the files of a cycle that is over, once everything in them has been shown."""
         with self._lock:
-            while self._pass(last=False):
-                pass
-            self._pass(last=True)
             for item in self._followed:
-                if item.file is not None:
-                    item.file.close()
-            self._followed.clear()
+                item.over = True
 
     def close(self) -> None:
-        """Drain and end the thread."""
+        """Show everything that has been written, unfinished lines too, and end the thread; give up if nobody reads."""
+        self.forget()
         self._stop.set()
-        self._thread.join(5.0)
-        self.drain()
+        self._thread.join(_PATIENCE_S)
 
     def _run(self) -> None:
-        while not self._stop.wait(0.05):
-            with self._lock:
-                self._pass(last=False)
+        while not self._stop.wait(_EVERY_S):
+            self._turn()
+        self._turn()
 
-    def _pass(self, last: bool) -> bool:
+    def _turn(self) -> None:
+        """Show what is new. A file whose cycle is over is read to its end and closed."""
+        with self._lock:
+            items = list(self._followed)
+        over = [item for item in items if item.over]
+        while self._pass(items, last=False):
+            pass
+        self._pass(over, last=True)
+        for item in over:
+            item.close()
+        with self._lock:
+            self._followed = [item for item in self._followed if item not in over]
+        while self._said:
+            self._write(2, self._said.popleft())
+
+    def _pass(self, items: list[_Followed], last: bool) -> bool:
         wrote = False
-        for item in self._followed:
+        for item in items:
             text = item.lines(last)
             if text:
                 wrote = True
-                with contextlib.suppress(OSError):  # nobody reads our output any more; the files have it
-                    _write_all(item.stream, text)
+                self._write(item.stream, text)
         return wrote
 
-
-def _write_all(fd: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(fd, view) :]
+    def _write(self, fd: int, data: bytes) -> None:
+        view = memoryview(data)
+        with contextlib.suppress(OSError):  # nobody reads our output any more; the files have it
+            while view:
+                view = view[os.write(fd, view) :]

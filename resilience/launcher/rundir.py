@@ -14,8 +14,10 @@ from pathlib import Path
 
 from resilience import config
 from resilience.errors import ConfigError
+from resilience.monitor import proc
 
 KEPT_RUNS = 50
+_MAX_PARENT_BYTES = 70
 
 
 def make_run_dir(wanted: str | None, run_id: str) -> Path:
@@ -57,9 +59,7 @@ def _prune(folder: Path) -> None:
 
 def make_scratch() -> Path:
     """Make the private directory for the socket, and remove those whose launcher is gone."""
-    parent = Path(config.environment().get("XDG_RUNTIME_DIR") or tempfile.gettempdir())
-    if not os.access(parent, os.W_OK):
-        parent = Path(tempfile.gettempdir())
+    parent = _scratch_parent()
     prefix = f"resilience-{os.getuid()}-"
     for stale in parent.glob(prefix + "*"):
         if not _owned_by_live_launcher(stale):
@@ -67,6 +67,18 @@ def make_scratch() -> Path:
     path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
     (path / "owner").write_text(f"{os.getpid()} {_started(os.getpid())}")
     return path
+
+
+def _scratch_parent() -> Path:
+    """Return the first folder that can be written and whose name leaves room: a socket's path has at most 107 bytes."""
+    wanted = [config.environment().get("XDG_RUNTIME_DIR"), tempfile.gettempdir(), "/tmp", "/dev/shm"]
+    for folder in wanted:
+        if folder and len(os.fsencode(folder)) <= _MAX_PARENT_BYTES and os.access(folder, os.W_OK):
+            return Path(folder)
+    raise ConfigError(
+        f"no folder for the launcher's socket: of {', '.join(filter(None, wanted))} none is writable with a path of at most "
+        f"{_MAX_PARENT_BYTES} bytes. Nothing was started. Set TMPDIR to a short writable path."
+    )
 
 
 def _owned_by_live_launcher(path: Path) -> bool:
@@ -78,7 +90,6 @@ def _owned_by_live_launcher(path: Path) -> bool:
 
 
 def _started(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    except OSError:
-        return ""
+    """Return when a live process started; nothing for one that is gone, or dead and not reaped."""
+    state = proc.state_of(pid)
+    return "" if state is None or state.state == "Z" else str(state.started_ticks)

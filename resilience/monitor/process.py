@@ -65,6 +65,7 @@ class Watch:
             self.pidfd = None  # it is gone already
         self.resumed_ns = 0
         self.warned = False
+        self.next_ns: float = 0.0
         self.alarm_ns = 0
         self.ladder: Ladder | None = None
 
@@ -92,6 +93,7 @@ class Monitor:
         self.scratch = scratch
         self.watch: Watch | None = None
         self.status_ns = 0
+        self.unsent: list[channel.Message] = []
         self.poll = select.poll()
         self.poll.register(sock, select.POLLIN)
         self.poll.register(launcher_pidfd, select.POLLIN)
@@ -114,17 +116,13 @@ class Monitor:
                 self._rank_ended(watch)
             else:
                 self._look(time.monotonic_ns())
+            self._flush()
 
     def _sleep_ms(self, now: int) -> float:
         watch = self.watch
         if watch is None:
             return 1000.0
-        if watch.ladder is not None:
-            until: float = watch.ladder.next_ns()
-        elif watch.alarm_ns:
-            until = watch.alarm_ns
-        else:
-            until = watch.judge(now)[1].next_ns
+        until = watch.ladder.next_ns() if watch.ladder is not None else watch.alarm_ns or watch.next_ns
         return max(1.0, min(float(watch.interval_ns), until - now) / 1e6)
 
     def _hear(self) -> bool:
@@ -169,6 +167,7 @@ class Monitor:
                 watch.ladder = Ladder(watch.first_signal, watch.grace_ns)
             return None
         view, judged = watch.judge(now)
+        watch.next_ns = judged.next_ns
         if judged.kind == FINE or (judged.kind == WARN and watch.warned):
             return self._ping(now, view)
         clock = judged.clock
@@ -203,7 +202,7 @@ class Monitor:
     def _rank_ended(self, watch: Watch) -> None:
         """The rank is gone. What it left in its session goes too, unless it ended by itself in good order."""
         view = watch.page.read()
-        if watch.ladder is not None or not view.finishing_since:
+        if watch.ladder is not None or (view.attached and not view.finishing_since):
             proc.sweep_session(watch.pid, watch.started_ticks)
         self._tell({"op": "ended", "cycle": watch.cycle, "learned": to_json(learned_from(view, watch.started_ns))})
         self._detach()
@@ -225,9 +224,21 @@ class Monitor:
         self._tell(message)
 
     def _tell(self, message: channel.Message) -> None:
-        """Send without ever waiting: a stopped launcher must not stop its monitors."""
-        with contextlib.suppress(OSError):
-            channel.send(self.sock, message)
+        """Send without ever waiting: a stopped launcher must not stop its monitors. What matters is kept for later."""
+        if message["op"] != "status" or not self.unsent:
+            self.unsent.append(message)
+        self._flush()
+
+    def _flush(self) -> None:
+        while self.unsent:
+            try:
+                channel.send(self.sock, self.unsent[0])
+            except BlockingIOError:
+                return
+            except OSError:
+                self.unsent.clear()
+                return
+            self.unsent.pop(0)
 
     def _detach(self) -> None:
         if self.watch is not None:

@@ -11,6 +11,7 @@ With ``--no-python`` there is no trampoline: the first process of the rank that 
 from __future__ import annotations
 
 import faulthandler
+import fcntl
 import os
 import signal
 import sys
@@ -22,6 +23,7 @@ from resilience.pulse.page import FLAG_ATTACHED, W_ATTACHED, W_FLAGS, W_PID, Pag
 
 STACK_SIGNAL: int = getattr(signal, "SIGRTMIN", 34) + 3
 _ATTACH_DEADLINE_S = 10.0
+_HIGH_FD = 500
 
 
 class _Attached:
@@ -59,6 +61,9 @@ def attach() -> Page | None:
         return None  # refused: another process of this rank has the page, or this one belongs to a cycle that is over
     page_fd, stacks_fd = answer[1]
     page = Page(page_fd)
+    # The handler writes to this number whatever it then stands for, so it is moved out of the way of scripts that close
+    # and reopen low descriptors.
+    stacks_fd = fcntl.fcntl(stacks_fd, fcntl.F_DUPFD_CLOEXEC, _HIGH_FD)
     faulthandler.register(STACK_SIGNAL, file=stacks_fd, all_threads=True, chain=False)
     page.words[W_PID] = os.getpid()
     page.words[W_ATTACHED] = monotonic_ns()

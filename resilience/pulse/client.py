@@ -95,7 +95,7 @@ def expect_heartbeats(timeout: Timeout = None) -> Iterator[None]:
         yield
     finally:
         if pulse is not None and pulse is _here.pulse:
-            pulse.unexpect()
+            pulse.relax()
 
 
 def end_all_sections() -> None:

@@ -64,6 +64,7 @@ class Pulse:
         self.rows: list[SectionRow] = []
         self._spare: dict[str, list[SectionRow]] = {}
         self._lock = threading.RLock()  # guards the table of rows; never taken by a beat or by a known section
+        self._expected: list[float | None] = []  # nested expect_heartbeats blocks, with their timeouts
         self._adopted = False
         self._beats = 0
         self._beat_at = 0
@@ -113,7 +114,20 @@ class Pulse:
             self.page.words[W_FLAGS] |= FLAG_ADOPTED
 
     def expect(self, timeout: float | None) -> None:
-        """Expect heartbeats from now on."""
+        """Expect heartbeats from now on, until :meth:`relax` leaves the block."""
+        self._expected.append(timeout)
+        self._expect_now(timeout)
+
+    def relax(self) -> None:
+        """Leave an ``expect_heartbeats`` block: the one around it holds again, or none."""
+        if self._expected:
+            self._expected.pop()
+        if self._expected:
+            self._expect_now(self._expected[-1])
+        else:
+            self.unexpect()
+
+    def _expect_now(self, timeout: float | None) -> None:
         now = monotonic_ns()
         self.page.floats[W_BEAT_TIMEOUT] = math.nan if timeout is None else timeout
         self._beat_at = now
@@ -124,6 +138,7 @@ class Pulse:
 
     def unexpect(self) -> None:
         """Stop expecting heartbeats: the loop is over, what follows is teardown."""
+        self._expected.clear()
         now = monotonic_ns()
         self.page.words[W_DONE] = now
         self.page.words[W_EXPECTED] = 0

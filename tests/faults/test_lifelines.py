@@ -107,9 +107,9 @@ def test_nothing_outlives_a_launcher_and_monitors_killed_together(tmp_path: Path
         wait_for(lambda: not it.family(), "everything to end", timeout=15)
         left = list(it.tmp.iterdir())
         assert len(left) == 1, "the scratch directory stays when nobody is left to remove it"
-    with job(tmp_path / "next", TWO, train(3), env={"TMPDIR": str(tmp_path / "tmp")}) as it:
-        assert it.wait() == 0
-        assert not list((tmp_path / "tmp").iterdir()), "the next launcher sweeps it"
+        with job(tmp_path / "next", TWO, train(3), env={"TMPDIR": str(it.tmp)}) as following:
+            assert following.wait() == 0
+        assert not list(it.tmp.iterdir()), "the next launcher sweeps it"
 
 
 def test_children_of_a_killed_rank_go_with_it(tmp_path: Path) -> None:

@@ -1,0 +1,1 @@
+"""Scripts that the tests start."""

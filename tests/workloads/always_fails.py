@@ -1,0 +1,6 @@
+"""Fails in every cycle."""
+
+import resilience
+
+resilience.heartbeat(0)
+raise RuntimeError("no good")
