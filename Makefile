@@ -12,7 +12,7 @@ help:
 	@echo "make test       the test suite: pip packages only, no root"
 	@echo "make test-real  tests that need root and Debian packages (network namespaces)"
 	@echo "make lint       ruff and mypy"
-	@echo "make bench      the benchmarks; RESILIENCE_BENCH_NVRX=VENV adds the peer"
+	@echo "make bench      the benchmarks; BENCH_NVRX=VENV adds the peer"
 	@echo "make soak       the long form of the fault tests"
 
 setup: $(STAMP)
@@ -42,7 +42,7 @@ test-real: setup
 	$(BIN)/python -m pytest tests/real
 
 soak: setup
-	RESILIENCE_TEST_ROUNDS=$${ROUNDS:-100} $(BIN)/python -m pytest tests/soak -n 2 --timeout=0
+	SOAK_ROUNDS=$${ROUNDS:-100} $(BIN)/python -m pytest tests/soak -n 2 --timeout=0
 
 bench: setup
 	$(BIN)/python -m benchmarks

@@ -52,11 +52,9 @@ def run(argv: list[str]) -> int:
 
 def print_config(argv: list[str]) -> int:
     """Print every setting with where its value came from."""
-    from resilience.launcher.cli import add_settings, settings_from  # noqa: PLC0415
+    from resilience.launcher.cli import Parser, add_settings, settings_from  # noqa: PLC0415
 
-    parser = argparse.ArgumentParser(
-        prog="resilience config", description="Print every setting and where it came from."
-    )
+    parser = Parser(prog="resilience config", description="Print every setting and where it came from.")
     add_settings(parser)
     settings = settings_from(parser.parse_args(argv))
     rows = list(settings.rows())

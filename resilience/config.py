@@ -149,8 +149,8 @@ def _environment_settings(environ: Mapping[str, str], known: Mapping[str, Any]) 
     found = {}
     for variable, value in environ.items():
         name = variable[len(ENV_PREFIX) :].lower()
-        if not variable.startswith(ENV_PREFIX) or variable in _WORKER_VARIABLES:
-            continue
+        if not variable.startswith(ENV_PREFIX) or variable in _WORKER_VARIABLES or not value:
+            continue  # an empty one is how manifests spell "not set"; it must not switch a timeout off
         if name not in known and name not in ACCEPTED_WITHOUT_EFFECT:
             close = nearest(variable, [ENV_PREFIX + item.upper() for item in known])
             raise ConfigError(
@@ -171,7 +171,7 @@ def _yaml_section(path: str | None) -> dict[str, Any]:
             document = yaml.safe_load(file)
     except OSError as error:
         raise ConfigError(f"--ft-cfg-path {path}: {error.strerror or error}. Nothing was started.") from error
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"--ft-cfg-path {path} is not valid YAML: {error}. Nothing was started.") from error
     sections = list(_find_sections(document))
     if len(sections) != 1:
@@ -218,6 +218,8 @@ def _timeout(raw: Any) -> float | None:
 def _timeout_or_none(raw: Any) -> float:
     if raw is None or (isinstance(raw, str) and raw.strip().lower() in _NO_TIMEOUT):
         return math.inf
+    if isinstance(raw, float) and math.isinf(raw) and raw > 0:
+        return math.inf
     return _positive(raw)
 
 
@@ -225,8 +227,8 @@ def _positive(raw: Any) -> float:
     if isinstance(raw, bool):
         raise ValueError("a yes/no value is not a number of seconds")
     value = float(raw)
-    if math.isnan(value) or value <= 0:
-        raise ValueError("must be greater than 0")
+    if not 0 < value < math.inf:
+        raise ValueError("must be greater than 0, and have an end")
     return value
 
 
@@ -267,6 +269,7 @@ def _level(raw: Any) -> str:
     if isinstance(raw, int) or (isinstance(raw, str) and raw.isdigit()):
         raw = {10: "DEBUG", 20: "INFO", 30: "WARNING", 40: "ERROR", 50: "CRITICAL"}[int(raw)]
     text = str(raw).strip().upper()
+    text = {"DBG": "DEBUG", "WARN": "WARNING"}.get(text, text)
     if text not in _LEVELS:
         raise ValueError("not a log level")
     return text
@@ -281,7 +284,7 @@ _PARSERS: dict[str, Any] = {
     "signal": _signal,
     "switch": _switch,
     "level": _level,
-    "text": str,
+    "text": lambda raw: None if raw is None else str(raw),
 }
 _WANTED = {
     "timeout": "seconds, 'learned', or null for no timeout",

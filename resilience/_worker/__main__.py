@@ -28,30 +28,35 @@ def prepare() -> Callable[[], None]:
 
 
 def become_script(path: str, arguments: list[str]) -> None:
-    """Run a script as ``python path arguments`` does."""
+    """Run a script, a directory or a zip file as ``python path arguments`` does."""
     import importlib.machinery
+    import pkgutil
     import runpy
 
     sys.argv = [path, *arguments]
-    main = types.ModuleType("__main__")
-    if os.path.isdir(path) or path.endswith((".zip", ".pyz")):  # noqa: PTH112
-        sys.path[0] = path
-        sys.modules["__main__"] = main
+    full = path if os.path.isabs(path) else os.path.join(os.getcwd(), path)  # noqa: PTH109, PTH117, PTH118 - __file__ is absolute
+    main = _new_main()
+    if pkgutil.get_importer(full) is not None:  # a directory, or a zip file of whatever name
+        sys.path[0] = full
         runpy._run_module_as_main("__main__", alter_argv=False)  # type: ignore[attr-defined]
         return
-    sys.path[0] = os.path.dirname(os.path.realpath(path))  # noqa: PTH120
+    _set_path0(os.path.dirname(os.path.realpath(path)))  # noqa: PTH120
     try:
-        with open(path, "rb") as file:
+        with open(full, "rb") as file:
             source = file.read()
     except OSError as error:
-        sys.stderr.write(f"{sys.executable}: can't open file {path!r}: [Errno {error.errno}] {error.strerror}\n")
+        sys.stderr.write(f"{sys.executable}: can't open file {full!r}: [Errno {error.errno}] {error.strerror}\n")
         raise SystemExit(2) from None
-    main.__file__ = path
-    main.__builtins__ = sys.modules["builtins"]  # type: ignore[attr-defined]
-    main.__loader__ = importlib.machinery.SourceFileLoader("__main__", path)
+    main.__file__ = full
     main.__cached__ = None  # type: ignore[attr-defined]
-    sys.modules["__main__"] = main
-    code = compile(source, path, "exec", dont_inherit=True)
+    if full.endswith(".pyc"):
+        import marshal
+
+        main.__loader__ = importlib.machinery.SourcelessFileLoader("__main__", full)
+        code = marshal.loads(source[16:])
+    else:
+        main.__loader__ = importlib.machinery.SourceFileLoader("__main__", full)
+        code = compile(source, full, "exec", dont_inherit=True)
     exec(code, main.__dict__)
 
 
@@ -60,9 +65,22 @@ def become_module(name: str, arguments: list[str]) -> None:
     import runpy
 
     sys.argv = [name, *arguments]  # runpy puts the file in place of the name
-    sys.path[0] = os.getcwd()  # noqa: PTH109
-    sys.modules["__main__"] = types.ModuleType("__main__")
+    _set_path0(os.getcwd())  # noqa: PTH109
+    _new_main()
     runpy._run_module_as_main(name, alter_argv=True)  # type: ignore[attr-defined]
+
+
+def _new_main() -> types.ModuleType:
+    """Put a fresh ``__main__`` in place, with the names that the interpreter gives it."""
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    main.__annotations__ = {}
+    main.__builtins__ = sys.modules["builtins"]  # type: ignore[attr-defined]
+    return main
+
+
+def _set_path0(folder: str) -> None:
+    """Replace our own folder in ``sys.path``; with PYTHONSAFEPATH nothing takes its place."""
+    sys.path[:1] = [] if getattr(sys.flags, "safe_path", False) else [folder]
 
 
 def main(arguments: list[str]) -> None:
@@ -75,25 +93,27 @@ def main(arguments: list[str]) -> None:
         (become_module if as_module else become_script)(rest[0], rest[1:])
     except SystemExit:
         raise
-    except BaseException as error:
-        # Show it as the interpreter would, without our frames; then let it go its way for the exit code (and SIGINT).
-        error.__traceback__ = _without_our_frames(error.__traceback__)
-        sys.excepthook(type(error), error, error.__traceback__)
-        sys.excepthook = _already_shown
-        raise
+    except BaseException:
+        _hide_our_frames()
+        raise  # the interpreter does the rest: the hook, atexit, and for SIGINT the exit code
     finally:
         finish()
 
 
-def _already_shown(kind: type[BaseException], value: BaseException, trace: Any) -> None:
-    pass
+def _hide_our_frames() -> None:
+    """Have the interpreter show the exception that is on its way out without the frames above the script's."""
+    shown = sys.excepthook
 
+    def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        inner = trace
+        while trace is not None:
+            if trace.tb_frame.f_code.co_filename == __file__:
+                inner = trace.tb_next
+            trace = trace.tb_next
+        error.__traceback__ = sys.last_traceback = inner
+        shown(kind, error, inner)
 
-def _without_our_frames(trace: Any) -> Any:
-    own = __file__
-    while trace is not None and trace.tb_frame.f_code.co_filename == own:
-        trace = trace.tb_next
-    return trace
+    sys.excepthook = hook
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import math
 import sys
 import uuid
 from typing import Any, NoReturn
@@ -17,10 +18,10 @@ from resilience.config import ACCEPTED_WITHOUT_EFFECT, Settings
 from resilience.errors import ConfigError, UnsupportedPlatform, nearest
 from resilience.launcher import lines
 
-_ALIASES = {"rank_term_timeout": ["--term-timeout", "--term_timeout"]}
 
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors name the nearest flag."""
 
-class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         flags = [flag for action in self._actions for flag in action.option_strings]
         for word in message.rpartition("unrecognized arguments:")[2].split():
@@ -34,16 +35,38 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
     """Add ``--ft-cfg-path`` and a flag for every setting."""
     group = parser.add_argument_group("resilience", "every setting; `resilience config` prints the values in force")
     group.add_argument(
-        "--ft-cfg-path", "--ft-cfg_path", metavar="FILE", help="YAML file with a 'fault_tolerance:' section"
+        *("--ft-cfg-path", "--ft-cfg_path", "--fault-tol-cfg-path"),
+        metavar="FILE",
+        dest="ft_cfg_path",
+        help="YAML file with a 'fault_tolerance:' section",
     )
     for name, item in config.parameters().items():
-        flags = [f"--ft-{name.replace('_', '-')}", f"--ft-{name}", *_ALIASES.get(name, [])]
-        default = config.show(
-            item.default_factory() if callable(item.default_factory) else item.default, item.metadata["kind"]
-        )
-        group.add_argument(*flags, dest=f"ft_{name}", metavar="X", help=f"{item.metadata['doc']} (default: {default})")
+        initial = item.default_factory() if callable(item.default_factory) else item.default
+        help_text = f"{item.metadata['doc']} (default: {config.show(initial, item.metadata['kind'])})"
+        group.add_argument(*_spellings(name), dest=f"ft_{name}", metavar="X", help=help_text)
     for name in ACCEPTED_WITHOUT_EFFECT:
-        group.add_argument(f"--ft-{name.replace('_', '-')}", f"--ft-{name}", dest=f"ft_{name}", help=argparse.SUPPRESS)
+        group.add_argument(*_spellings(name), dest=f"ft_{name}", help=argparse.SUPPRESS)
+    group.add_argument(
+        *("--term-timeout", "--term_timeout", "--workers-stop-timeout", "--workers_stop_timeout"),
+        dest="stop_timeout",
+        type=float,
+        metavar="S",
+        help="ft_launcher's names of --shutdown-timeout",
+    )
+    group.add_argument(
+        *("--ft-restart-policy", "--ft-restart_policy", "--restart-policy", "--restart_policy"),
+        dest="restart_policy",
+        choices=["any-failed"],
+        default="any-failed",
+        help="all workers restart when any fails",
+    )
+    group.add_argument("--ignore-missing-fault-tol-cfg", action="store_true", help=argparse.SUPPRESS)
+
+
+def _spellings(name: str) -> list[str]:
+    """Return all flags of a setting: ours, with underscores, and ft_launcher's older ones."""
+    dashed = name.replace("_", "-")
+    return list(dict.fromkeys([f"--ft-{dashed}", f"--ft-{name}", f"--ft-param-{name}", f"--ft-param-{dashed}"]))
 
 
 def settings_from(args: argparse.Namespace) -> Settings:
@@ -61,7 +84,7 @@ def main(argv: list[str]) -> int:
         )
     from torch.distributed.run import get_args_parser  # noqa: PLC0415 - `resilience --help` and `config` need no torch
 
-    parser = _Parser(
+    parser = Parser(
         prog="resilience run",
         description="Start a training script on this node and keep it running: torchrun, with a monitor per rank.",
         parents=[get_args_parser()],
@@ -129,6 +152,8 @@ def _job(args: Any, settings: Settings) -> Any:
     from resilience.launcher.launch import WORKER, Job  # noqa: PLC0415
     from resilience.pulse.lifeline import run_path  # noqa: PLC0415
 
+    if args.stop_timeout is not None and args.shutdown_timeout is None:
+        args.shutdown_timeout = math.ceil(args.stop_timeout)
     local = args.rdzv_backend == "static" and not args.rdzv_endpoint and args.master_port is None
     if args.standalone or (local and parse_min_max_nnodes(args.nnodes)[1] == 1):
         args.rdzv_backend, args.rdzv_endpoint, args.rdzv_id = "c10d", "localhost:0", str(uuid.uuid4())

@@ -27,7 +27,7 @@ from resilience.launcher.post import Post
 from resilience.monitor import proc
 from resilience.pulse import channel
 from resilience.pulse.attach import STACK_SIGNAL
-from resilience.pulse.timeouts import from_json
+from resilience.pulse.timeouts import Limit, from_json
 
 _LOG = logging.getLogger("resilience.launcher")
 _SILENT_S = 15.0  # a monitor that said nothing for this long is stopped or broken: it is replaced
@@ -320,7 +320,7 @@ class Hub:
             post.ended_ns = time.monotonic_ns()
         elif op == "hang":
             post.hang = message
-            self.learner.alarm(message["clock"], message["timeout"], message["source"])
+            self.learner.alarm(message["clock"], Limit(message["timeout"], message["source"], message["warmup"]))
         elif op == "warn":
             _LOG.warning(
                 "rank %s: %s. It never called resilience, so it is left alone; its stacks:\n%s\n"

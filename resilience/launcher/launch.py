@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -52,10 +51,14 @@ class Session:
     def __init__(self, job: Job) -> None:
         self.job = job
         self.run_dir = rundir.make_run_dir(job.settings.launcher.run_dir, job.launch.run_id)
-        self.scratch = rundir.make_scratch()
+        self.scratch = rundir.Scratch()
+        try:
+            self.hub = Hub(job.settings, job.launch.nproc_per_node, self.scratch.path)
+        except BaseException:
+            self.scratch.remove()
+            raise
         self.console = Console()
         lines.speak_through(self.console.say)
-        self.hub = Hub(job.settings, job.launch.nproc_per_node, self.scratch)
         self.last_words: reports.Report | None = None
         self.agent: Agent | None = None
 
@@ -183,7 +186,7 @@ class Session:
             self.agent.close()
         self.hub.end_ranks(signal.SIGKILL, 0.0)
         self.hub.close()
-        shutil.rmtree(self.scratch, ignore_errors=True)
+        self.scratch.remove()
         if self.last_words is not None:
             self._show(self.last_words)
         _LOG.info("reports and logs: %s", self.run_dir)

@@ -55,9 +55,9 @@ class Learner:
             {name: float(value) for name, value in limits.items() if math.isfinite(value) and value > 0}
         )
 
-    def alarm(self, clock: str, seconds: float, source: str) -> None:
+    def alarm(self, clock: str, limit: Limit) -> None:
         """Note that a limit expired; a learned one is doubled."""
-        self.learned = self.timeouts().after_alarm(clock, Limit(seconds, source))
+        self.learned = self.timeouts().after_alarm(clock, limit)
 
     def timeouts(self) -> Timeouts:
         """Return everything that decides how long silence may last."""

@@ -18,6 +18,7 @@ from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 from resilience import config
 
 _CHUNK = 1 << 20
+_CHUNKS = 8  # read in one go, so that one rank's flood does not silence the others
 _TAIL_BYTES = 64 * 1024
 _EVERY_S = 0.05
 _PATIENCE_S = 5.0
@@ -42,6 +43,9 @@ class CycleLogs(LogsSpecs):  # type: ignore[misc]  # torch is untyped here
         """See base class."""
         cycle = config.rank_environment().cycle
         destination = LogsDest()
+        filtered = self._folder / f"cycle_{cycle}" / f"node_{envs[0]['GROUP_RANK']}"
+        destination.filtered_stdout = f"{filtered}_filtered_stdout.log"  # opened only with --duplicate-stdout-filters
+        destination.filtered_stderr = f"{filtered}_filtered_stderr.log"
         self._console.forget()
         self._files = {}
         for local_rank, env in envs.items():
@@ -80,26 +84,39 @@ class _Followed:
         self.file: BinaryIO | None = None
         self.rest = b""
         self.over = False
+        self.more = False
 
     def close(self) -> None:
         if self.file is not None:
             self.file.close()
 
     def lines(self, last: bool) -> bytes:
-        """Return what was written since the last call, as whole prefixed lines; the unfinished one too if ``last``."""
+        """Return what was written since the last call, as whole prefixed lines; the unfinished one too if ``last``.
+
+        Of a progress bar that redraws itself with \\r only the newest state is worth a line, or worth keeping.
+        """
         if self.file is None:
             try:
                 self.file = self.path.open("rb")
             except OSError:
                 return b""
-        data = self.rest + self.file.read(_CHUNK)
-        whole, newline, self.rest = data.rpartition(b"\n")
-        if last and self.rest:
-            whole, newline, self.rest = whole + newline + self.rest, b"\n", b""
-        if not newline:
-            return b""
-        # Of a progress bar that redraws itself with \r only the newest state is worth a line.
-        return b"".join(self.prefix + line.rstrip(b"\r").rpartition(b"\r")[2] + b"\n" for line in whole.split(b"\n"))
+        shown = []
+        for _ in range(_CHUNKS):
+            chunk = self.file.read(_CHUNK)
+            self.more = bool(chunk)
+            whole, newline, rest = (self.rest + chunk).rpartition(b"\n")
+            shown.append(self._prefixed(whole + newline))
+            self.rest = rest[rest.rfind(b"\r", 0, -1) + 1 :]
+            if not chunk:
+                break
+        if self.rest and (last or len(self.rest) > _CHUNK):
+            shown.append(self._prefixed(self.rest + b"\n"))
+            self.rest = b""
+        return b"".join(shown)
+
+    def _prefixed(self, text: bytes) -> bytes:
+        newest = (line.rstrip(b"\r").rpartition(b"\r")[2] for line in text.split(b"\n")[:-1])
+        return b"".join(self.prefix + line + b"\n" for line in newest)
 
 
 class Console:
@@ -158,13 +175,9 @@ class Console:
             self._write(2, self._said.popleft())
 
     def _pass(self, items: list[_Followed], last: bool) -> bool:
-        wrote = False
         for item in items:
-            text = item.lines(last)
-            if text:
-                wrote = True
-                self._write(item.stream, text)
-        return wrote
+            self._write(item.stream, item.lines(last))
+        return any(item.more for item in items)
 
     def _write(self, fd: int, data: bytes) -> None:
         view = memoryview(data)

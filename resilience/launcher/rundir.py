@@ -6,6 +6,7 @@ launcher was killed, and by the next launcher of this user when both were.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import tempfile
@@ -14,10 +15,10 @@ from pathlib import Path
 
 from resilience import config
 from resilience.errors import ConfigError
-from resilience.monitor import proc
 
 KEPT_RUNS = 50
 _MAX_PARENT_BYTES = 70
+_JUST_MADE_S = 60.0
 
 
 def make_run_dir(wanted: str | None, run_id: str) -> Path:
@@ -57,16 +58,53 @@ def _prune(folder: Path) -> None:
         shutil.rmtree(old, ignore_errors=True)
 
 
-def make_scratch() -> Path:
-    """Make the private directory for the socket, and remove those whose launcher is gone."""
-    parent = _scratch_parent()
-    prefix = f"resilience-{os.getuid()}-"
-    for stale in parent.glob(prefix + "*"):
-        if not _owned_by_live_launcher(stale):
-            shutil.rmtree(stale, ignore_errors=True)
-    path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
-    (path / "owner").write_text(f"{os.getpid()} {_started(os.getpid())}")
-    return path
+class Scratch:
+    """The private directory for the socket, held by a lock that dies with the launcher.
+
+    A lock and not a pid: a container shares /tmp with others and not their process numbers.
+    """
+
+    def __init__(self) -> None:
+        parent = _scratch_parent()
+        prefix = f"resilience-{os.getuid()}-"
+        for stale in parent.glob(prefix + "*"):
+            _sweep(stale)
+        self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+        self._lock = _lock(self.path / "owner", create=True)
+
+    def remove(self) -> None:
+        """Take it away."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+def _sweep(path: Path) -> None:
+    """Remove a scratch directory whose launcher is gone."""
+    try:
+        just_made = time.time() - path.stat().st_mtime < _JUST_MADE_S
+        lock = _lock(path / "owner", create=False)
+    except FileNotFoundError:
+        if not just_made:
+            shutil.rmtree(path, ignore_errors=True)
+        return
+    except OSError:
+        return
+    if lock is not None:
+        shutil.rmtree(path, ignore_errors=True)
+        os.close(lock)
+
+
+def _lock(path: Path, create: bool) -> int | None:
+    """Return a locked descriptor, or ``None`` when another process holds the lock."""
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0), 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        return None
+    return fd
 
 
 def _scratch_parent() -> Path:
@@ -79,17 +117,3 @@ def _scratch_parent() -> Path:
         f"no folder for the launcher's socket: of {', '.join(filter(None, wanted))} none is writable with a path of at most "
         f"{_MAX_PARENT_BYTES} bytes. Nothing was started. Set TMPDIR to a short writable path."
     )
-
-
-def _owned_by_live_launcher(path: Path) -> bool:
-    try:
-        pid, started = (path / "owner").read_text().split()
-    except (OSError, ValueError):
-        return time.time() - path.stat().st_mtime < 60 if path.exists() else True  # one that is just being made
-    return _started(int(pid)) == started
-
-
-def _started(pid: int) -> str:
-    """Return when a live process started; nothing for one that is gone, or dead and not reaped."""
-    state = proc.state_of(pid)
-    return "" if state is None or state.state == "Z" else str(state.started_ticks)

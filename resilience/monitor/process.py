@@ -179,6 +179,7 @@ class Monitor:
             "age": (now - clock.since_ns) / _S,
             "timeout": clock.limit.seconds,
             "source": clock.limit.source,
+            "warmup": clock.limit.warmup,
             "message": judged.message(now),
             "late": (now - clock.deadline_ns) / _S,
             "testimony": testimony(watch),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from resilience.pulse.page import PageView, Row, Seen
 from resilience.pulse.timeouts import EXIT, HEARTBEAT, INITIAL, OUTSIDE, SECTION, Limit, Samples, Timeouts
@@ -116,32 +116,35 @@ def _heartbeat_clock(view: PageView, timeouts: Timeouts, opened: list[Clock]) ->
     """Return the clock of the heartbeats.
 
     A limit that a person gave is kept to the letter. A learned one does not count time that is spent in sections entered
-    since the last heartbeat, because those have a clock of their own: otherwise the first evaluation of a run, long and
-    without heartbeats, would be a hang.
+    since the last heartbeat (up to the unlearned timeout), because those have a clock of their own: otherwise the first
+    evaluation of a run, long and without heartbeats, would be a hang.
     """
     since = max(view.beat_at, view.expected_since)
     limit = timeouts.limit(HEARTBEAT, view.beat_timeout, _early(view.gaps))
     if limit.given:
         return Clock(HEARTBEAT, since, limit)
-    credit = sum(
-        min(row.last, row.closed_at - since) for row in view.rows if row.closed_at > since and not row.open_since
-    )
+    closed_at = max((row.closed_at for row in view.rows), default=0)
+    credit = max(0, min(view.inside, closed_at - since, int(_finite(timeouts.unlearned) * _S)))
     deadline = since + credit + limit.seconds * _S
     latest = max([deadline, *(clock.deadline_ns for clock in opened if clock.since_ns > since)])
-    if math.isinf(latest):
-        return Clock(HEARTBEAT, since, Limit(math.inf, limit.source))
-    return Clock(HEARTBEAT, since, Limit((latest - since) / _S, limit.source))
+    return Clock(HEARTBEAT, since, replace(limit, seconds=(latest - since) / _S))
+
+
+def _finite(seconds: float) -> float:
+    return min(seconds, 1e9)
 
 
 def _between(view: PageView, timeouts: Timeouts) -> Iterator[Clock]:
-    """Yield the clock that runs while no section is open."""
+    """Yield the clock that runs while no section is open. Heartbeats are signs of life too, unless a limit was given."""
     closed_at = max((row.closed_at for row in view.rows), default=0)
-    limit = timeouts.limit(OUTSIDE, None, _early(view.outside))
-    if closed_at and (limit.given or not view.done_since):
+    limit = timeouts.limit(OUTSIDE, None, _early(view.pauses))
+    if closed_at and limit.given:
         yield Clock(OUTSIDE, closed_at, limit)
+    elif closed_at and not view.done_since:
+        yield Clock(OUTSIDE, max(closed_at, view.beat_at), limit)
     if view.done_since:
         # The rank said that its loop is over: a last evaluation or save is not a pause between two sections.
-        yield Clock(EXIT, max(view.done_since, closed_at), timeouts.limit(EXIT))
+        yield Clock(EXIT, max(view.done_since, closed_at, view.beat_at), timeouts.limit(EXIT))
 
 
 def learned_from(view: PageView, started_ns: int) -> dict[str, Samples]:
@@ -149,7 +152,7 @@ def learned_from(view: PageView, started_ns: int) -> dict[str, Samples]:
     table: dict[str, Samples] = {}
     if view.first_sign:
         table[INITIAL] = Samples(1, (view.first_sign - started_ns) / _S)
-    for name, seen in [(HEARTBEAT, view.gaps), (OUTSIDE, view.outside), *_section_samples(view.rows)]:
+    for name, seen in [(HEARTBEAT, view.gaps), (OUTSIDE, view.pauses), *_section_samples(view.rows)]:
         if seen.samples or seen.warmup:
             fresh = Samples(seen.samples, seen.largest / _S, seen.warmup / _S)
             table[name] = table[name].merge(fresh) if name in table else fresh

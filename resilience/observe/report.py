@@ -79,7 +79,9 @@ def _cause(rank: int, code: int | None, witness: Mapping[str, Any], evidence: Ev
     if code is not None and code < 0:
         return "signal", f"ended by signal {-code} ({_signal_name(-code)})"
     if code is not None:
-        raised = last_exception(evidence.logs.get(rank, ""))
+        raised = (
+            last_exception(evidence.logs.get(rank, "")) if code == 1 else ""
+        )  # what Python ends with on an exception
         return ("exception", raised) if raised else ("exit", f"ended with exit code {code}")
     if rank in evidence.hangs:
         return "hang", str(evidence.hangs[rank]["message"])
@@ -144,7 +146,7 @@ def _signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-_EXCEPTION_LINE = re.compile(r"^[A-Za-z_][\w.]*(:|$)")
+_EXCEPTION_LINE = re.compile(r"^[A-Za-z_][\w.<>]*(:|$)")
 _TORCH_PREFIX = re.compile(r"^\[rank\d+\]: ?", re.MULTILINE)  # torch marks tracebacks once a process group exists
 
 

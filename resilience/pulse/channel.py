@@ -60,14 +60,12 @@ def receive(sock: socket.socket) -> tuple[Message, list[int]] | None:
     for level, kind, payload in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
             fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
-    if not data:
-        return None
     try:
-        message = json.loads(data)
-    except ValueError:
+        message = json.loads(data) if data else None
+    except (ValueError, RecursionError):
         message = None
-    if not isinstance(message, dict):
-        for fd in fds:
-            os.close(fd)
-        return {}, []
-    return message, list(fds)
+    if isinstance(message, dict):
+        return message, list(fds)
+    for fd in fds:
+        os.close(fd)
+    return ({}, []) if data else None

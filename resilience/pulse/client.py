@@ -108,7 +108,7 @@ def end_all_sections() -> None:
 class Section:
     """A named part of the training code. Use :func:`section` to get one; it can be entered again while it is open."""
 
-    __slots__ = ("_elsewhere", "_name", "_owner", "_pulse", "_row")
+    __slots__ = ("_elsewhere", "_name", "_owner", "_pulse", "_row", "_timeout")
 
     def __init__(self, name: str, pulse: Pulse | None) -> None:
         self._name = name
@@ -116,6 +116,7 @@ class Section:
         self._owner = get_ident()
         self._row: SectionRow | None = pulse.borrow(name) if pulse is not None else None
         self._elsewhere: dict[int, SectionRow] = {}
+        self._timeout: float | None = None
 
     def __enter__(self) -> Section:
         row = self._row
@@ -128,7 +129,12 @@ class Section:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.leave()
+        row = self._row  # leave() in place: this is the hot path
+        if row is not None:
+            if get_ident() == self._owner:
+                row.leave()
+            else:
+                self._leave_elsewhere()
 
     def leave(self) -> bool:
         """Close the section in this thread; False when it is not open here."""
@@ -144,22 +150,26 @@ class Section:
         row = self._elsewhere.get(get_ident())
         if row is None:
             row = self._elsewhere[get_ident()] = cast(Pulse, self._pulse).borrow(self._name)
+            if self._timeout is not None:
+                row.limit(self._timeout)
         return row
 
     def _leave_elsewhere(self) -> bool:
         row = self._elsewhere.get(get_ident())
-        if row is None or not row.leave():
+        if row is None:
             return False
-        if not row.starts:
+        was_open = row.leave()
+        if not row.depth:
             del self._elsewhere[get_ident()]
             cast(Pulse, self._pulse).give_back(self._name, row)
-        return True
+        return was_open
 
     def limit(self, timeout: float) -> None:
-        """Give the section a timeout of its own, in seconds."""
-        row = self._row
-        if row is not None:
-            (row if get_ident() == self._owner else self._row_elsewhere()).limit(timeout)
+        """Give the section a timeout of its own, in seconds, in whatever thread it is open."""
+        self._timeout = timeout
+        if self._row is not None:
+            for row in (self._row, *list(self._elsewhere.values())):
+                row.limit(timeout)
 
     def detach(self) -> None:
         """Become a no-op: this is a forked child."""
@@ -192,7 +202,10 @@ def section(name: str, timeout: Timeout = None) -> Section:
     none. A timeout holds for the name until another one is given. Sections nest, and every open one is judged. At most
     64 names per rank.
     """
-    known = _here.sections.get(name)
+    try:
+        known = _here.sections.get(name)
+    except TypeError:  # not even hashable
+        known = None
     if known is None:
         if not isinstance(name, str):
             raise PulseError(
@@ -202,6 +215,13 @@ def section(name: str, timeout: Timeout = None) -> Section:
     if timeout is not None:
         known.limit(cast(float, seconds(timeout)))
     return known
+
+
+def resume() -> None:
+    """Expect heartbeats again after :func:`done`. ``RankMonitorClient`` calls this when it is initialised once more."""
+    pulse = _here.pulse or _here.look()
+    if pulse is not None:
+        pulse.again()
 
 
 def finish() -> None:

@@ -4,23 +4,25 @@ Rule: everything that a verdict depends on is one aligned 8-byte word with a mea
 every platform that torch runs on, so no reader can see half of one, and no two words have to agree: a reader that catches
 the rank between two stores sees a clock that is a few hundred nanoseconds older, nothing worse.
 
-Hazard: write through ``memoryview.cast("Q")`` or native ``struct`` only. ``struct`` with an explicit byte order ("<Q")
-copies byte by byte, and readers would see torn words.
+Hazard: write through ``memoryview.cast("Q")`` only. ``struct`` may clear the words first, or copy byte by byte, and readers
+would see that.
 
 Layout, in words of 8 bytes (native byte order; rank and monitor are on one machine):
 
     0       magic                    12      heartbeat timeout given in code (float; NaN: not given)
     1       incarnation (cycle)      13      step (NO_STEP: not told)
-    2       pid                      14-16   heartbeat gaps: samples, largest, largest during warm-up
-    3       flags                    17-19   gaps between sections: the same three
-    4       attached at              20      first sign of life at
-    5       rows in use              32-95   ring of the last 64 events
-    6       events written           96-     64 rows of 16 words, one per open-able section:
-    7       finishing since                  open since · entries · closed at · samples · last · largest ·
-    8       heartbeats                       largest during warm-up · timeout given · name (64 bytes, NUL padded)
+    2       pid                      14, 15  gaps between heartbeats: largest, largest during warm-up
+    3       flags                    16-18   pauses between sections: number, largest, largest during warm-up
+    4       attached at              19, 20  first sign of life at · time in sections since the last heartbeat
+    5       rows in use              32-95   ring of the last 64 events: time, kind and row in one word
+    6       (free)                   96-     64 rows of 16 words, one per section and thread in it:
+    7       finishing since                  opened at · closed at · times closed · largest · largest during warm-up ·
+    8       heartbeats                       timeout given · (free) · (free) · name (64 bytes, NUL padded)
     9       last heartbeat at
     10      heartbeats expected since (0: not expected)
     11      done since (0: not done)
+
+A section is open when it was opened after it was last closed: entering and leaving are one store each.
 
 Times are CLOCK_MONOTONIC in nanoseconds, 0 for "never". The page lives in a memfd: it is bound neither by the size of
 /dev/shm nor by whether it is writable, and it is gone when its last holder is.
@@ -36,25 +38,26 @@ from dataclasses import dataclass
 MAGIC = int.from_bytes(b"RSLPAGE1", "little")
 NO_STEP = (1 << 64) - 1
 
-W_MAGIC, W_INCARNATION, W_PID, W_FLAGS, W_ATTACHED, W_ROWS, W_EVENTS, W_FINISHING = range(8)
+W_MAGIC, W_INCARNATION, W_PID, W_FLAGS, W_ATTACHED, W_ROWS, _, W_FINISHING = range(8)
 W_BEATS, W_BEAT_AT, W_EXPECTED, W_DONE, W_BEAT_TIMEOUT, W_STEP = range(8, 14)
-W_GAPS = 14
-W_OUTSIDE = 17
-W_FIRST_SIGN = 20
+W_GAPS, W_GAPS_WARMUP, W_PAUSES, W_PAUSE, W_PAUSE_WARMUP, W_FIRST_SIGN, W_INSIDE = range(14, 21)
 W_RING = 32
 RING = 64
 W_TABLE = W_RING + RING
 ROW_WORDS = 16
 MAX_ROWS = 64
 NAME_BYTES = 64
-R_OPEN, R_ENTRIES, R_CLOSED, R_SAMPLES, R_LAST, R_LARGEST, R_WARMUP, R_TIMEOUT, R_NAME = range(9)
+R_OPENED, R_CLOSED, R_EXITS, R_LARGEST, R_WARMUP, R_TIMEOUT = range(6)
+R_NAME = 8
+WARMUP = 3  # the first gaps and durations of every life are compilation, allocation and cold caches, not the rhythm
 PAGE_BYTES = -(-(W_TABLE + MAX_ROWS * ROW_WORDS) * 8 // mmap.PAGESIZE) * mmap.PAGESIZE
 
 FLAG_ATTACHED = 1  # the trampoline ran
 FLAG_ADOPTED = 2  # the script called us at least once
 
-ENTER, LEAVE, EXPECT, UNEXPECT, DONE = range(1, 6)
-EVENT_NAMES = {ENTER: "enter", LEAVE: "leave", EXPECT: "expect heartbeats", UNEXPECT: "heartbeats end", DONE: "done"}
+EVENT_TIME = 0xFFFF_FFFF_FFFF_0000  # an event is its time with kind and row in the low 16 bits, so it is good to 66 µs
+LEAVE, EXPECT, UNEXPECT, FINISH = range(1, 5)  # what is open shows in the table, so entering leaves no event
+EVENT_NAMES = {LEAVE: "leave", EXPECT: "expect heartbeats", UNEXPECT: "heartbeats end", FINISH: "script returned"}
 
 
 @dataclass(frozen=True)
@@ -71,12 +74,26 @@ class Row:
     """One section as the monitor sees it. Several threads in one section have a row each, with the same name."""
 
     name: str
-    open_since: int
-    entries: int
+    opened_at: int
     closed_at: int
-    last: int
+    exits: int
     seen: Seen
-    timeout: float | None  # seconds, given in code
+    timeout: float | None = None  # seconds, given in code
+
+    @property
+    def open_since(self) -> int:
+        """When it was opened, or 0 while it is closed."""
+        return self.opened_at if self.opened_at > self.closed_at else 0
+
+    @property
+    def last(self) -> int:
+        """How long it was open last, while it is closed."""
+        return 0 if self.open_since else self.closed_at - self.opened_at
+
+    @property
+    def entries(self) -> int:
+        """How often it was entered."""
+        return self.exits + bool(self.open_since)
 
 
 @dataclass(frozen=True)
@@ -97,7 +114,8 @@ class PageView:
     beat_timeout: float | None
     step: int | None
     gaps: Seen
-    outside: Seen
+    pauses: Seen
+    inside: int = 0  # time in sections since the last heartbeat
     rows: tuple[Row, ...] = ()
 
     def open_rows(self) -> list[Row]:
@@ -139,7 +157,8 @@ class Page:
     def read(self) -> PageView:
         """Read the page. Never blocks and never fails, whatever the writer is doing."""
         words, floats = self.words, self.floats
-        flags, step = words[W_FLAGS], words[W_STEP]
+        flags, step, beats = words[W_FLAGS], words[W_STEP], words[W_BEATS]
+        rows = tuple(self._row(index) for index in range(min(words[W_ROWS], MAX_ROWS)))
         return PageView(
             incarnation=words[W_INCARNATION],
             pid=words[W_PID],
@@ -147,42 +166,34 @@ class Page:
             adopted=bool(flags & FLAG_ADOPTED),
             attached_at=words[W_ATTACHED],
             first_sign=words[W_FIRST_SIGN],
-            beats=words[W_BEATS],
+            beats=beats,
             beat_at=words[W_BEAT_AT],
             expected_since=words[W_EXPECTED],
             done_since=words[W_DONE],
             finishing_since=words[W_FINISHING],
             beat_timeout=_given(floats[W_BEAT_TIMEOUT]),
             step=None if step == NO_STEP else step,
-            gaps=Seen(*words[W_GAPS : W_GAPS + 3]),
-            outside=Seen(*words[W_OUTSIDE : W_OUTSIDE + 3]),
-            rows=tuple(self._row(index) for index in range(min(words[W_ROWS], MAX_ROWS))),
+            gaps=Seen(_after_warmup(beats - 1), words[W_GAPS], words[W_GAPS_WARMUP]),
+            pauses=Seen(_after_warmup(words[W_PAUSES]), words[W_PAUSE], words[W_PAUSE_WARMUP]),
+            inside=words[W_INSIDE],
+            rows=rows,
         )
 
     def _row(self, index: int) -> Row:
         base = W_TABLE + index * ROW_WORDS
-        words = self.words[base : base + R_NAME].tolist()
-        return Row(
-            name=self.name_of(index),
-            open_since=words[R_OPEN],
-            entries=words[R_ENTRIES],
-            closed_at=words[R_CLOSED],
-            last=words[R_LAST],
-            seen=Seen(words[R_SAMPLES], words[R_LARGEST], words[R_WARMUP]),
-            timeout=_given(self.floats[base + R_TIMEOUT]),
-        )
+        opened_at, closed_at, exits, largest, warmup = self.words[base : base + R_TIMEOUT].tolist()
+        seen = Seen(_after_warmup(exits), largest, warmup)
+        return Row(self.name_of(index), opened_at, closed_at, exits, seen, _given(self.floats[base + R_TIMEOUT]))
 
     def last_events(self) -> list[tuple[float, str, str]]:
         """Return the events still in the ring, oldest first: (seconds since attach, what, section)."""
-        written = self.words[W_EVENTS]
-        rows = min(self.words[W_ROWS], MAX_ROWS)
+        rows, attached = min(self.words[W_ROWS], MAX_ROWS), self.words[W_ATTACHED]
         events = []
-        for number in range(max(0, written - RING), written):
-            word = self.words[W_RING + number % RING]
+        for word in sorted(self.words[W_RING : W_RING + RING].tolist()):
             kind, row = (word >> 8) & 0xFF, word & 0xFF
             if kind in EVENT_NAMES:
-                name = self.name_of(row) if kind in (ENTER, LEAVE) and row < rows else ""
-                events.append(((word >> 16) / 1e6, EVENT_NAMES[kind], name))
+                name = self.name_of(row) if kind == LEAVE and row < rows else ""
+                events.append((max(0, (word & EVENT_TIME) - attached) / 1e9, EVENT_NAMES[kind], name))
         return events
 
     def close(self) -> None:
@@ -191,6 +202,10 @@ class Page:
         self.floats.release()
         self._map.close()
         os.close(self.fd)
+
+
+def _after_warmup(count: int) -> int:
+    return max(0, count - WARMUP)
 
 
 def _given(value: float) -> float | None:

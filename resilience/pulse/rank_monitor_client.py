@@ -54,6 +54,7 @@ class RankMonitorClient:
                 "init_workload_monitoring() was called twice. Call shutdown_workload_monitoring() first."
             )
         self._ready = True
+        client.resume()
         if self._calculated:
             self._send_calculated()
 
@@ -116,7 +117,7 @@ class RankMonitorClient:
         """Do the same for the sections (all that were seen, or the selected ones) and the time between them."""
         self._check()
         if selected_sections is None:
-            wanted = [name for name in self._suggested() if name.startswith(SECTION)]
+            wanted = [name for name in self._suggested() or {} if name.startswith(SECTION)]
         else:
             wanted = [SECTION + name for name in selected_sections]
         return self._calculate(wanted + [OUTSIDE] * calc_out_of_section, skip_if_not_ready)
@@ -137,6 +138,8 @@ class RankMonitorClient:
 
     def _calculate(self, wanted: list[str], skip_if_not_ready: bool) -> bool:
         suggested = self._suggested()
+        if suggested is None:
+            return False  # no launcher: nothing is watched, so there is nothing to set
         missing = [name for name in wanted if name not in suggested and name != INITIAL]
         if missing or not wanted:
             if skip_if_not_ready:
@@ -154,9 +157,9 @@ class RankMonitorClient:
         self._send_calculated()
         return True
 
-    def _suggested(self) -> dict[str, float]:
+    def _suggested(self) -> dict[str, float] | None:
         answer = attach.ask({"op": "timeouts"})
-        return dict(answer["calculated"]) if answer else {}
+        return dict(answer["calculated"]) if answer else None
 
     def _limits(self) -> dict[str, float]:
         answer = attach.ask({"op": "timeouts"})

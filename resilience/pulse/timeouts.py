@@ -1,6 +1,7 @@
 """Timeouts: given by a person, or learned from what was seen. Pure; nothing here knows a clock or a process.
 
-The rule for a learned timeout: ``unlearned`` (30 minutes) until ``learn_after`` (16) samples were seen, then the larger of
+The rule for a learned timeout: ``unlearned`` (30 minutes, or more if 5 × the largest seen is more) until ``learn_after``
+(16) samples were seen, then the larger of
 ``floor`` (30 s) and ``factor`` (5) × the largest sample after warm-up. The first entries of every life of a rank are
 warm-up: they are kept apart, and while a rank is in them it also gets ``factor`` × the largest warm-up ever seen, so that
 a restart that compiles again is not killed for it.
@@ -50,6 +51,7 @@ class Limit:
 
     seconds: float
     source: str
+    warmup: bool = False  # it comes from warm-up
 
     @property
     def given(self) -> bool:
@@ -81,12 +83,13 @@ class Timeouts:
         return self._learned_limit(self.learned.get(name), early)
 
     def _learned_limit(self, samples: Samples | None, early: bool) -> Limit:
-        if samples is None or samples.count < self.learn_after:
-            return Limit(self.unlearned, "unlearned")
-        seconds = max(self.floor, self.factor * samples.largest)
-        if early:
-            seconds = max(seconds, self.factor * samples.warmup)
-        return Limit(seconds, "learned")
+        samples = samples or Samples()
+        seconds = self.factor * samples.largest
+        if samples.count < self.learn_after:
+            return Limit(max(self.unlearned, seconds), "unlearned")
+        if early and samples.warmup > samples.largest:
+            return Limit(max(self.floor, self.factor * samples.warmup), "learned", warmup=True)
+        return Limit(max(self.floor, seconds), "learned")
 
     def calculated(self, name: str) -> float | None:
         """Return the timeout that the samples of ``name`` give right now, however few they are; ``None`` without any."""
@@ -99,9 +102,8 @@ class Timeouts:
         """Return the samples after ``limit`` expired on ``name``: the next cycle waits twice as long there."""
         if limit.given or math.isinf(limit.seconds):
             return self.learned
-        samples = self.learned.get(name, Samples())
-        doubled = Samples(samples.count, 2 * limit.seconds / self.factor, samples.warmup)
-        return merge(self.learned, {name: doubled})
+        enough = 2 * limit.seconds / self.factor
+        return merge(self.learned, {name: Samples(warmup=enough) if limit.warmup else Samples(largest=enough)})
 
 
 def to_json(table: Learned) -> dict[str, list[float]]:

@@ -1,4 +1,4 @@
-"""The rank's side of its page: counters kept in Python so that the hot path only ever stores.
+"""The rank's side of its page: a little state kept in Python so that the hot path only ever stores.
 
 Rule: :meth:`Pulse.beat`, :meth:`SectionRow.enter` and :meth:`SectionRow.leave` are stores and nothing else: no lock, no
 system call, no allocation that lasts. A row is written by one thread at a time, which is why that is safe.
@@ -14,53 +14,75 @@ from time import monotonic_ns
 
 from resilience.errors import PulseError, SectionError
 from resilience.pulse.page import (
-    DONE,
-    ENTER,
+    EVENT_TIME,
     EXPECT,
+    FINISH,
     FLAG_ADOPTED,
     LEAVE,
     MAX_ROWS,
     NAME_BYTES,
     R_CLOSED,
-    R_ENTRIES,
+    R_EXITS,
     R_LARGEST,
-    R_LAST,
-    R_OPEN,
-    R_SAMPLES,
+    R_OPENED,
     R_TIMEOUT,
     R_WARMUP,
     RING,
     ROW_WORDS,
     UNEXPECT,
-    W_ATTACHED,
     W_BEAT_AT,
     W_BEAT_TIMEOUT,
     W_BEATS,
     W_DONE,
-    W_EVENTS,
     W_EXPECTED,
     W_FINISHING,
     W_FIRST_SIGN,
     W_FLAGS,
     W_GAPS,
-    W_OUTSIDE,
+    W_GAPS_WARMUP,
+    W_INSIDE,
+    W_PAUSE,
+    W_PAUSE_WARMUP,
+    W_PAUSES,
     W_RING,
     W_ROWS,
     W_STEP,
     W_TABLE,
+    WARMUP,
     Page,
 )
 
-WARMUP = 3  # the first gaps and durations of every life are compilation, allocation and cold caches, not the rhythm
-_ENTER_BITS, _LEAVE_BITS = ENTER << 8, LEAVE << 8
+_NOTHING_YET = -1  # smaller than any duration: until warm-up is over, every one takes the slow path that sorts it
 
 
 class Pulse:
     """Everything one rank writes into one page."""
 
+    __slots__ = (
+        "_adopted",
+        "_beat_at",
+        "_beats",
+        "_expected",
+        "_largest_gap",
+        "_lock",
+        "_spare",
+        "closed_at",
+        "events",
+        "inside",
+        "largest_pause",
+        "open",
+        "page",
+        "pauses",
+        "ring",
+        "rows",
+        "words",
+    )
+
     def __init__(self, page: Page) -> None:
         self.page = page
-        self.origin = page.words[W_ATTACHED]
+        self.words = page.words
+        self.ring = page.words[W_RING : W_RING + RING]
+        self.events = 0
         self.rows: list[SectionRow] = []
         self._spare: dict[str, list[SectionRow]] = {}
         self._lock = threading.RLock()  # guards the table of rows; never taken by a beat or by a known section
@@ -68,14 +90,16 @@ class Pulse:
         self._adopted = False
         self._beats = 0
         self._beat_at = 0
-        self._largest_gap = 0
+        self._largest_gap = _NOTHING_YET
+        self.open = 0  # sections open right now; two threads may race on it, and then only a pause is missed
         self.closed_at = 0
-        self.pauses = -WARMUP
-        self.largest_pause = 0
+        self.pauses = 0
+        self.largest_pause = _NOTHING_YET
+        self.inside = 0
 
     def beat(self, step: int | None) -> None:
         """Store one heartbeat, and the step if there is one."""
-        words = self.page.words
+        words = self.words
         now = monotonic_ns()
         if step is not None:
             try:
@@ -84,34 +108,32 @@ class Pulse:
                 raise PulseError(
                     f"heartbeat(step={step!r}): a step is a whole number from 0 up. No heartbeat was sent."
                 ) from None
-        self._beats = beats = self._beats + 1
         gap = now - self._beat_at
-        self._beat_at = now
-        words[W_BEAT_AT] = now
-        words[W_BEATS] = beats
-        if beats <= WARMUP + 1:
-            self._early_beat(beats, gap, now)
-        else:
-            words[W_GAPS] = beats - WARMUP - 1
-            if gap > self._largest_gap:
-                self._largest_gap = words[W_GAPS + 1] = gap
+        words[W_BEAT_AT] = self._beat_at = now
+        words[W_BEATS] = self._beats = self._beats + 1
+        if self.inside:
+            words[W_INSIDE] = self.inside = 0
+        if gap > self._largest_gap:
+            self._gap(gap, now)
 
-    def _early_beat(self, beats: int, gap: int, now: int) -> None:
-        """Open the clock with the first beat; keep the gaps of the warm-up apart."""
-        words = self.page.words
-        if beats == 1:
+    def _gap(self, gap: int, now: int) -> None:
+        """Keep a gap that is larger than all before; open the clock with the first beat."""
+        words = self.words
+        if self._beats == 1:
             self.sign(now)
             if not words[W_EXPECTED] and not words[W_DONE]:
                 words[W_EXPECTED] = now
-        elif gap > words[W_GAPS + 2]:
-            words[W_GAPS + 2] = gap
+        elif self._beats <= WARMUP + 1:
+            words[W_GAPS_WARMUP] = max(words[W_GAPS_WARMUP], gap)
+        else:
+            words[W_GAPS] = self._largest_gap = gap
 
     def sign(self, now: int) -> None:
         """Give the first sign of life: from here on silence is a hang and not a stranger's business."""
         if not self._adopted:
             self._adopted = True
-            self.page.words[W_FIRST_SIGN] = now
-            self.page.words[W_FLAGS] |= FLAG_ADOPTED
+            self.words[W_FIRST_SIGN] = now
+            self.words[W_FLAGS] |= FLAG_ADOPTED
 
     def expect(self, timeout: float | None) -> None:
         """Expect heartbeats from now on, until :meth:`relax` leaves the block."""
@@ -129,32 +151,42 @@ class Pulse:
 
     def _expect_now(self, timeout: float | None) -> None:
         now = monotonic_ns()
-        self.page.floats[W_BEAT_TIMEOUT] = math.nan if timeout is None else timeout
         self._beat_at = now
-        self.page.words[W_EXPECTED] = now
-        self.page.words[W_DONE] = 0
+        self.words[W_EXPECTED] = now  # before the timeout, which may be shorter than the time since the last heartbeat
+        self.words[W_DONE] = 0
+        self.page.floats[W_BEAT_TIMEOUT] = math.nan if timeout is None else timeout
         self.sign(now)
         self._event(EXPECT, now)
+
+    def again(self) -> None:
+        """Expect heartbeats again if the rank had said that it was done."""
+        if self.words[W_DONE]:
+            self._expect_now(None)
 
     def unexpect(self) -> None:
         """Stop expecting heartbeats: the loop is over, what follows is teardown."""
         self._expected.clear()
         now = monotonic_ns()
-        self.page.words[W_DONE] = now
-        self.page.words[W_EXPECTED] = 0
+        self.words[W_DONE] = now
+        self.words[W_EXPECTED] = 0
         self._event(UNEXPECT, now)
 
     def finish(self) -> None:
         """Say that the script has returned: only the interpreter's own exit is left."""
         now = monotonic_ns()
-        self.page.words[W_FINISHING] = now
-        self._event(DONE, now)
+        self.words[W_FINISHING] = now
+        self._event(FINISH, now)
 
     def _event(self, kind: int, now: int) -> None:
-        words = self.page.words
-        number = words[W_EVENTS]
-        words[W_RING + number % RING] = (now - self.origin) // 1000 << 16 | kind << 8
-        words[W_EVENTS] = number + 1
+        self.events = number = self.events + 1
+        self.ring[number % RING] = now & EVENT_TIME | kind << 8
+
+    def pause(self, took: int) -> None:
+        """Keep a pause between two sections that is larger than all before."""
+        if self.pauses <= WARMUP:
+            self.words[W_PAUSE_WARMUP] = max(self.words[W_PAUSE_WARMUP], took)
+        else:
+            self.words[W_PAUSE] = self.largest_pause = took
 
     def borrow(self, name: str) -> SectionRow:
         """Return a row for one thread in the section ``name``: a spare one of that name, or a new one."""
@@ -168,9 +200,11 @@ class Pulse:
             self._spare[name].append(row)
 
     def _new_row(self, name: str) -> SectionRow:
-        encoded = name.encode()
-        if not 0 < len(encoded) <= NAME_BYTES or "\0" in name:
-            raise SectionError(f"section {name!r}: a name has 1 to {NAME_BYTES} bytes. The section was not opened.")
+        encoded = name.encode(errors="surrogatepass")
+        if not 0 < len(encoded) <= NAME_BYTES or "\0" in name or not name.isprintable():
+            raise SectionError(
+                f"section {name!r}: a name has 1 to {NAME_BYTES} bytes. Use printable ones; the section was not opened."
+            )
         index = len(self.rows)
         if index == MAX_ROWS:
             known = ", ".join(repr(self.page.name_of(row)) for row in range(4))
@@ -182,86 +216,84 @@ class Pulse:
         self.page.set_name(index, encoded)
         row = SectionRow(self, index)
         self.rows.append(row)
-        self.page.words[W_ROWS] = index + 1
+        self.words[W_ROWS] = index + 1
         return row
 
     def close_all(self) -> None:
         """Close every open section of every thread."""
         for row in self.rows:
-            del row.starts[1:]
+            row.depth = min(row.depth, 1)
             row.leave()
+        self.open = 0
 
 
 class SectionRow:
     """One row of the section table, written by one thread at a time."""
 
-    __slots__ = ("base", "entries", "floats", "index", "largest", "pulse", "samples", "starts", "words")
+    __slots__ = ("_bits", "_largest", "_opened_at", "_pulse", "_row", "_timeouts", "depth", "exits")
 
     def __init__(self, pulse: Pulse, index: int) -> None:
-        self.pulse = pulse
-        self.index = index
-        self.base = W_TABLE + index * ROW_WORDS
-        self.words = pulse.page.words
-        self.floats = pulse.page.floats
-        self.starts: list[int] = []
-        self.entries = 0
-        self.samples = -WARMUP
-        self.largest = 0
-        self.floats[self.base + R_TIMEOUT] = math.nan
+        base = W_TABLE + index * ROW_WORDS
+        self._pulse = pulse
+        self._row = pulse.words[base : base + ROW_WORDS]
+        self._timeouts = pulse.page.floats[base : base + ROW_WORDS]
+        self._timeouts[R_TIMEOUT] = math.nan
+        self._bits = LEAVE << 8 | index
+        self._opened_at = 0
+        self._largest = _NOTHING_YET
+        self.depth = 0
+        self.exits = 0
 
     def enter(self) -> None:
         """Open the section, or go one level deeper into it."""
-        now = monotonic_ns()
-        starts = self.starts
-        if not starts:
-            words, base, pulse = self.words, self.base, self.pulse
-            words[base + R_OPEN] = now
-            self.entries = entries = self.entries + 1
-            words[base + R_ENTRIES] = entries
-            closed_at = pulse.closed_at
-            if closed_at:
-                pulse.pauses = pauses = pulse.pauses + 1
-                if pauses > 0:
-                    words[W_OUTSIDE] = pauses
-                    if now - closed_at > pulse.largest_pause:
-                        pulse.largest_pause = words[W_OUTSIDE + 1] = now - closed_at
-                elif now - closed_at > words[W_OUTSIDE + 2]:
-                    words[W_OUTSIDE + 2] = now - closed_at
+        depth = self.depth
+        self.depth = depth + 1
+        if not depth:
+            pulse = self._pulse
+            self._row[R_OPENED] = self._opened_at = now = monotonic_ns()
+            if pulse.open:
+                pulse.open += 1
             else:
-                pulse.sign(now)
-            number = words[W_EVENTS]
-            words[W_RING + number % RING] = (now - pulse.origin) // 1000 << 16 | _ENTER_BITS | self.index
-            words[W_EVENTS] = number + 1
-        starts.append(now)
+                pulse.open = 1
+                closed_at = pulse.closed_at
+                if not closed_at:
+                    pulse.sign(now)
+                else:
+                    pulse.words[W_PAUSES] = pulse.pauses = pulse.pauses + 1
+                    if now - closed_at > pulse.largest_pause:
+                        pulse.pause(now - closed_at)
 
     def leave(self) -> bool:
         """Close what :meth:`enter` opened last. False when nothing is open (``end_all_sections`` came before)."""
+        depth = self.depth
+        if depth != 1:
+            self.depth = max(0, depth - 1)
+            return depth > 1
+        self.depth = 0
+        row, pulse = self._row, self._pulse
         now = monotonic_ns()
-        starts = self.starts
-        if not starts:
-            return False
-        start = starts.pop()
-        if not starts:
-            words, base, pulse = self.words, self.base, self.pulse
-            words[base + R_CLOSED] = (
-                now  # before the section shows as closed, so that one of the two clocks always runs
-            )
-            words[base + R_OPEN] = 0
-            took = now - start
-            words[base + R_LAST] = took
-            self.samples = samples = self.samples + 1
-            if samples > 0:
-                words[base + R_SAMPLES] = samples
-                if took > self.largest:
-                    self.largest = words[base + R_LARGEST] = took
-            elif took > words[base + R_WARMUP]:
-                words[base + R_WARMUP] = took
-            pulse.closed_at = now
-            number = words[W_EVENTS]
-            words[W_RING + number % RING] = (now - pulse.origin) // 1000 << 16 | _LEAVE_BITS | self.index
-            words[W_EVENTS] = number + 1
+        took = now - self._opened_at
+        if pulse.open > 1:
+            pulse.open -= 1
+        else:
+            pulse.open = 0
+            # Before it shows as closed: a reader in between must not miss it in both places.
+            pulse.words[W_INSIDE] = pulse.inside = pulse.inside + took
+        row[R_CLOSED] = pulse.closed_at = now
+        row[R_EXITS] = self.exits = self.exits + 1
+        if took > self._largest:
+            self._sample(took)
+        pulse.events = number = pulse.events + 1
+        pulse.ring[number % RING] = now & EVENT_TIME | self._bits
         return True
+
+    def _sample(self, took: int) -> None:
+        """Keep a duration that is larger than all before; those of the warm-up apart."""
+        if self.exits <= WARMUP:
+            self._row[R_WARMUP] = max(self._row[R_WARMUP], took)
+        else:
+            self._row[R_LARGEST] = self._largest = took
 
     def limit(self, timeout: float) -> None:
         """Give the section a timeout of its own, in seconds; it holds until another one is given."""
-        self.floats[self.base + R_TIMEOUT] = timeout
+        self._timeouts[R_TIMEOUT] = timeout

@@ -1,0 +1,1 @@
+"""The scripts that the benchmarks run: the same ones under every launcher."""

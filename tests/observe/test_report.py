@@ -1,0 +1,222 @@
+from __future__ import annotations
+
+import json
+import re
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from resilience.monitor.culprit import Death
+from resilience.observe.report import (
+    Evidence,
+    Report,
+    as_text,
+    compose,
+    last_exception,
+    ranks_in_words,
+    read_all,
+    write,
+)
+from tests.fakes import witness
+
+TRACEBACK = """Traceback (most recent call last):
+  File "train.py", line 9, in <module>
+    main()
+  File "train.py", line 5, in main
+    raise ValueError("loss is NaN at step 7")
+ValueError: loss is NaN at step 7
+"""
+WITH_RANKS = "".join(f"[rank1]: {line}\n" for line in TRACEBACK.splitlines())
+
+
+def report(evidence: Evidence) -> Report:
+    return compose(evidence, "restart", "all workers are restarted (1 of 3 restarts used)")
+
+
+def hang_of_rank_3() -> Report:
+    stuck = [{"name": "epoch", "age_s": 700.0}, {"name": "load_data", "age_s": 312.0}]
+    waiting = [
+        witness(rank, entries={"step": 9}, sections=[{"name": "backward", "age_s": 300.0}]) for rank in (0, 1, 2)
+    ]
+    return report(
+        Evidence(
+            cycle=2,
+            testimonies=[
+                *waiting,
+                witness(3, step=6, entries={"step": 8}, sections=stuck, stack="File 'loader.py', line 3 in read"),
+            ],
+            hangs={0: {"message": "in section 'backward' for 300.0 s (timeout 300 s, learned)"}},
+            hosts={rank: f"gpu-0{rank}" for rank in range(4)},
+        )
+    )
+
+
+def test_hang_names_the_rank_behind_and_not_the_one_whose_clock_expired() -> None:
+    culprit = hang_of_rank_3()["culprit"]
+    assert (culprit["rank"], culprit["kind"], culprit["host"], culprit["pid"]) == (3, "hang", "gpu-03", 1003)
+    assert culprit["message"] == (
+        "furthest behind: in section 'load_data' for 312.0 s; rank 0 ran into a timeout waiting for it"
+    )
+    assert culprit["stack"] == "File 'loader.py', line 3 in read"
+    assert "section 'load_data'" in hang_of_rank_3()["remedy"]
+
+
+def test_report_has_the_promised_fields_and_is_json() -> None:
+    made = json.loads(json.dumps(hang_of_rank_3()))
+    assert {"cycle", "culprit", "victims", "action", "remedy"} <= set(made)
+    assert {"rank", "kind", "host", "pid", "step", "sections", "message", "stack"} <= set(made["culprit"])
+    assert (made["cycle"], made["victims"], made["action"], made["culprit"]["step"]) == (2, [0, 1, 2], "restart", 6)
+    assert made["remedy"]
+
+
+def test_hang_of_the_rank_that_is_itself_silent_says_its_verdict() -> None:
+    verdict = "no heartbeat for 31.0 s (timeout 30 s, learned)"
+    culprit = report(Evidence(0, [witness(0)], hangs={0: {"message": verdict}}))["culprit"]
+    assert (culprit["kind"], culprit["message"]) == ("hang", verdict)
+
+
+def test_stopped_rank_is_said_to_be_stopped() -> None:
+    evidence = Evidence(0, [witness(0), witness(1, state="T")], hangs={0: {"message": "…"}})
+    assert "stopped by a signal" in report(evidence)["culprit"]["message"]
+
+
+def test_rank_ended_by_a_signal_is_named_with_the_signal() -> None:
+    evidence = Evidence(1, [witness(1, state="gone")], [Death(1, -9, 5)], pids={1: 77})
+    culprit = report(evidence)["culprit"]
+    assert (culprit["kind"], culprit["message"]) == ("signal", "ended by signal 9 (SIGKILL)")
+    assert "OOM" in report(evidence)["remedy"]
+
+
+@pytest.mark.parametrize(("number", "name"), [(11, "SIGSEGV"), (signal.SIGRTMIN + 3, "signal 37")])
+def test_other_signals_are_named_and_advice_points_to_the_log(number: int, name: str) -> None:
+    made = report(Evidence(0, deaths=[Death(0, -number, 1)]))
+    assert name in made["culprit"]["message"]
+    assert "OOM" not in made["remedy"]
+
+
+def test_exit_code_without_a_traceback_is_an_exit() -> None:
+    made = report(Evidence(0, deaths=[Death(4, 3, 1)], logs={4: "some words\n"}, pids={4: 99}))
+    culprit = made["culprit"]
+    assert (culprit["rank"], culprit["kind"], culprit["message"]) == (4, "exit", "ended with exit code 3")
+    assert (culprit["pid"], culprit["exit_code"], culprit["log"]) == (99, 3, ["some words"])
+
+
+@pytest.mark.parametrize("log", [TRACEBACK, WITH_RANKS, "noise\n" + TRACEBACK + "W1116 after\n", WITH_RANKS + "\n"])
+def test_exception_is_named_with_or_without_torchs_rank_prefix(log: str) -> None:
+    culprit = report(Evidence(0, [witness(1, state="gone")], [Death(1, 1, 5)], logs={1: log}))["culprit"]
+    assert (culprit["kind"], culprit["message"]) == ("exception", "ValueError: loss is NaN at step 7")
+    assert culprit["stack"].splitlines()[0] == "Traceback (most recent call last):"
+    assert culprit["stack"].splitlines()[-1] == "ValueError: loss is NaN at step 7"
+    assert "[rank1]" not in culprit["stack"]
+
+
+def test_of_chained_exceptions_the_last_is_the_cause_of_death() -> None:
+    chained = (
+        TRACEBACK
+        + "\nDuring handling of the above exception, another exception occurred:\n\n"
+        + TRACEBACK.replace("ValueError: loss is NaN at step 7", "torch.distributed.DistBackendError")
+    )
+    assert last_exception(chained) == "torch.distributed.DistBackendError"
+
+
+@pytest.mark.parametrize(
+    "line", ["KeyError: 'x'", "KeyboardInterrupt", "my.pkg.Err_2: a: b", "__main__.f.<locals>.E: x"]
+)
+def test_name_of_any_exception_is_found(line: str) -> None:
+    assert last_exception(TRACEBACK.replace("ValueError: loss is NaN at step 7", line)) == line
+
+
+def test_log_without_a_traceback_has_no_exception() -> None:
+    assert last_exception("") == last_exception("ValueError: only mentioned\n") == ""
+
+
+def test_handled_exception_in_the_log_is_not_the_cause_of_a_deliberate_exit() -> None:
+    # An uncaught exception ends Python with 1 and nothing else; sys.exit(3) after a logged traceback is an exit.
+    made = report(Evidence(0, deaths=[Death(0, 3, 1)], logs={0: TRACEBACK + "retried, fine\n"}))
+    assert made["culprit"]["kind"] == "exit"
+
+
+def test_death_in_a_section_says_where_and_at_which_step() -> None:
+    dead = witness(0, state="gone", step=41, sections=[{"name": "step", "age_s": 1.0}])
+    culprit = report(Evidence(0, [dead, witness(1)], [Death(0, 1, 5)], logs={0: TRACEBACK}))["culprit"]
+    assert (culprit["step"], culprit["sections"]) == (41, [{"name": "step", "age_s": 1.0}])
+
+
+def test_lost_node_is_named_with_its_sentence() -> None:
+    lost = {2: "node gpu-07 is silent for 61 s", 3: "node gpu-07 is silent for 61 s"}
+    made = report(Evidence(0, [witness(0), witness(1)], lost=lost, hosts={2: "gpu-07"}))
+    assert (made["culprit"]["rank"], made["culprit"]["kind"], made["culprit"]["host"]) == (2, "node", "gpu-07")
+    assert made["culprit"]["message"] == "node gpu-07 is silent for 61 s"
+    assert made["victims"] == [0, 1]
+
+
+def test_cycle_of_which_nothing_is_known_still_has_a_report() -> None:
+    made = report(Evidence(5))
+    assert made["culprit"]["rank"] is None
+    assert "unknown rank" in as_text(made, "/runs/x")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "words"),
+    [
+        ([3], "rank 3"),
+        ([0, 1], "ranks 0, 1"),
+        ([0, 1, 2], "ranks 0 to 2"),
+        ([6, 0, 5, 1, 4, 2, 3, 9], "ranks 0 to 6, 9"),
+        ([1, 3, 5], "ranks 1, 3, 5"),
+    ],
+)
+def test_ranks_are_told_in_words(ranks: list[int], words: str) -> None:
+    assert ranks_in_words(ranks) == words
+
+
+def test_text_has_the_culprit_first_and_the_victims_in_one_line() -> None:
+    lines = as_text(hang_of_rank_3(), "/runs/x").splitlines()
+    assert "cycle 2 failed" in lines[0]
+    assert lines[1].startswith("culprit   rank 3 on gpu-03, pid 1003: hang, furthest behind")
+    assert lines[2] == "where     after step 6, sections: epoch (700.0 s) > load_data (312.0 s)"
+    assert [line for line in lines if "victims" in line] == ["victims   ranks 0 to 2 in 'backward'"]
+    assert any("line 3 in read" in line for line in lines)
+    assert lines[-2].endswith("/runs/x/cycles/2.json")
+
+
+def test_text_shows_the_log_where_there_is_no_stack_and_cuts_a_long_stack() -> None:
+    words = as_text(report(Evidence(0, deaths=[Death(0, 3, 1)], logs={0: "first\nlast words\n"})), "/r")
+    assert "last words" in words
+    deep = witness(0, stack="\n".join(f"  File 'a.py', line {n} in f" for n in range(500)))
+    cut = as_text(report(Evidence(0, [deep], hangs={0: {"message": "…"}})), "/r")
+    assert len(cut.splitlines()) < 40
+    assert re.search(r"^    …$", cut, re.MULTILINE)
+
+
+def test_victims_in_different_places_are_grouped() -> None:
+    places: list[dict[str, Any]] = [
+        witness(0, sections=[{"name": "backward", "age_s": 1.0}]),
+        witness(1, sections=[]),
+        witness(2, sections=[{"name": "backward", "age_s": 1.0}]),
+        witness(3, step=1),
+    ]
+    made = report(Evidence(0, places, hangs={0: {"message": "…"}}))
+    assert made["waiting"] == "ranks 0, 2 in 'backward'; rank 1 in no section"
+
+
+def test_report_is_written_whole_and_over_an_older_one(tmp_path: Path) -> None:
+    write(hang_of_rank_3(), tmp_path)
+    write(hang_of_rank_3(), tmp_path)
+    assert [path.name for path in (tmp_path / "cycles").iterdir()] == ["2.json"]
+    assert json.loads((tmp_path / "cycles" / "2.json").read_text()) == hang_of_rank_3()
+
+
+def test_reports_are_read_in_the_order_of_their_cycles(tmp_path: Path) -> None:
+    for cycle in (10, 2, 1):
+        write(report(Evidence(cycle)), tmp_path)
+    assert [made["cycle"] for made in read_all(tmp_path)] == [1, 2, 10]
+    assert read_all(tmp_path / "nowhere") == []
+
+
+def test_text_says_what_was_done_and_what_to_do() -> None:
+    words = as_text(hang_of_rank_3(), "/r")
+    assert "done      all workers are restarted (1 of 3 restarts used)" in words
+    assert "to do     Look at section 'load_data'." in words

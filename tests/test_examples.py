@@ -1,0 +1,55 @@
+"""Every example runs, and says the same under plain python, plain torchrun and our launcher."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+TRAIN = str(ROOT / "examples" / "train.py")
+pytestmark = pytest.mark.spawns
+
+
+def loss_of(command: list[str]) -> str:
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, check=False, capture_output=True, text=True, cwd=ROOT, env=env, timeout=150)
+    assert done.returncode == 0, done.stderr
+    found = re.search(r"loss (\S+) after \d+ steps on (\d+) ranks", done.stdout)
+    assert found, done.stdout
+    return found.group(0)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_example_learns_the_same_under_every_launcher(tmp_path: Path, ranks: int) -> None:
+    commands = [
+        [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", TRAIN],
+        [sys.executable, "-m", "resilience.run", f"--nproc-per-node={ranks}", f"--ft-run-dir={tmp_path}", TRAIN],
+    ]
+    if ranks == 1:
+        commands.append([sys.executable, TRAIN])
+    with ThreadPoolExecutor() as pool:
+        losses = set(pool.map(loss_of, commands))
+    assert len(losses) == 1, losses
+
+
+def test_the_demo_survives_a_kill_and_a_hang(tmp_path: Path) -> None:
+    work = tmp_path / "work"
+    work.mkdir()
+    command = [sys.executable, "-m", "resilience.run", "--nproc-per-node=2", "--max-restarts=3"]
+    command += [f"--ft-run-dir={tmp_path / 'run'}", str(ROOT / "examples" / "demo.py"), str(work)]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, check=False, capture_output=True, text=True, env=env, timeout=170)
+    assert done.returncode == 0, done.stderr
+    assert "done: loss" in done.stdout
+    told = subprocess.run(
+        [sys.executable, "-m", "resilience", "report", str(tmp_path / "run")], check=True, capture_output=True, text=True
+    )
+    assert "ended by signal 9" in told.stdout
+    assert "in section 'load'" in told.stdout
+    assert told.stdout.endswith("2 cycles failed\n")

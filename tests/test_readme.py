@@ -1,0 +1,37 @@
+"""The README's blocks run as pasted, and its links lead somewhere."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+@pytest.mark.spawns
+def test_the_loop_runs_as_pasted_with_the_command_below_it(tmp_path: Path) -> None:
+    python, bash = (re.search(rf"```{kind}\n(.*?)```", README, re.DOTALL) for kind in ("python", "bash"))
+    assert python
+    assert bash
+    (tmp_path / "train.py").write_text(python.group(1))
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    env = {**os.environ, "PATH": path, "XDG_STATE_HOME": str(tmp_path / "state"), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(["bash", "-ec", bash.group(1)], check=False, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "ranks 0, 1 of 2 started" in done.stderr
+    assert list((tmp_path / "state" / "resilience" / "runs").iterdir())
+    alone = subprocess.run([sys.executable, "train.py"], check=False, cwd=tmp_path, capture_output=True, text=True)
+    assert alone.returncode == 0, alone.stderr
+
+
+@pytest.mark.parametrize("page", sorted(path.name for path in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]))
+def test_links_lead_somewhere(page: str) -> None:
+    path = ROOT / page if page == "README.md" else ROOT / "docs" / page
+    for target in re.findall(r"\]\((?!http)([^)#]+)", path.read_text()):
+        assert (path.parent / target).exists(), f"{page}: {target}"
