@@ -233,6 +233,8 @@ def _positive(raw: Any) -> float:
 
 
 def _count(raw: Any) -> int:
+    if isinstance(raw, bool):
+        raise ValueError("a yes/no value is not a number")
     value = int(raw)
     if value < 1 or value != float(raw):
         raise ValueError("must be a whole number from 1 up")
@@ -240,6 +242,8 @@ def _count(raw: Any) -> int:
 
 
 def _timeouts(raw: Any) -> dict[str, float]:
+    if raw is None:
+        return {}
     if isinstance(raw, str):
         parts = [part.rpartition(":") for part in raw.split(",") if part.strip()]
         for name, colon, _ in parts:

@@ -48,7 +48,10 @@ def test_the_demo_survives_a_kill_and_a_hang(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "done: loss" in done.stdout
     told = subprocess.run(
-        [sys.executable, "-m", "resilience", "report", str(tmp_path / "run")], check=True, capture_output=True, text=True
+        [sys.executable, "-m", "resilience", "report", str(tmp_path / "run")],
+        check=True,
+        capture_output=True,
+        text=True,
     )
     assert "ended by signal 9" in told.stdout
     assert "in section 'load'" in told.stdout

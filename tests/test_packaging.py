@@ -34,7 +34,8 @@ def test_the_wheel_holds_every_module_and_the_type_marker(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     modules = {f"resilience/{path.relative_to(ROOT / 'resilience')}" for path in (ROOT / "resilience").rglob("*.py")}
     adapters = {
-        f"resilience/integrations/{path.relative_to(ROOT / 'integrations')}" for path in (ROOT / "integrations").rglob("*.py")
+        f"resilience/integrations/{path.relative_to(ROOT / 'integrations')}"
+        for path in (ROOT / "integrations").rglob("*.py")
     }
     assert modules | adapters | {"resilience/py.typed"} <= names
     assert not [name for name in names if name.split("/")[0] not in ("resilience",) and ".dist-info" not in name]
@@ -57,14 +58,28 @@ def test_the_wheel_works_in_a_fresh_environment(wheel: Path, tmp_path: Path) -> 
         "import resilience, resilience.integrations as i, pathlib; "
         "print(pathlib.Path(resilience.__file__).parent, pathlib.Path(i.__file__).parent)"
     )
-    shown = subprocess.run([str(python), "-c", code], check=True, capture_output=True, text=True, cwd=tmp_path, env=clean)
+    shown = subprocess.run(
+        [str(python), "-c", code], check=True, capture_output=True, text=True, cwd=tmp_path, env=clean
+    )
     assert shown.stdout.split()[0].startswith(str(env))
     assert shown.stdout.split()[1].endswith("resilience/integrations")
     script = tmp_path / "script.py"
     script.write_text("import resilience\nfor step in range(3): resilience.heartbeat(step)\nprint('finished')\n")
-    run = [str(env / "bin" / "resilience"), "run", "--nproc-per-node=2", f"--ft-run-dir={tmp_path / 'run'}", str(script)]
+    run = [
+        str(env / "bin" / "resilience"),
+        "run",
+        "--nproc-per-node=2",
+        f"--ft-run-dir={tmp_path / 'run'}",
+        str(script),
+    ]
     done = subprocess.run(
-        run, check=False, capture_output=True, text=True, cwd=tmp_path, env={**clean, "PYTHONPATH": str(lent)}, timeout=120
+        run,
+        check=False,
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**clean, "PYTHONPATH": str(lent)},
+        timeout=120,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("finished") == 2

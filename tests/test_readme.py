@@ -22,7 +22,9 @@ def test_the_loop_runs_as_pasted_with_the_command_below_it(tmp_path: Path) -> No
     (tmp_path / "train.py").write_text(python.group(1))
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     env = {**os.environ, "PATH": path, "XDG_STATE_HOME": str(tmp_path / "state"), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(["bash", "-ec", bash.group(1)], check=False, cwd=tmp_path, env=env, capture_output=True, text=True)
+    done = subprocess.run(
+        ["bash", "-ec", bash.group(1)], check=False, cwd=tmp_path, env=env, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     assert "ranks 0, 1 of 2 started" in done.stderr
     assert list((tmp_path / "state" / "resilience" / "runs").iterdir())

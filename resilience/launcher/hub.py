@@ -341,12 +341,13 @@ class Hub:
             if self._closing:
                 return
             process = post.process
-            if post.sock is not None and time.monotonic() - post.heard > _SILENT_S:
+            if process is not None and post.sock is not None and time.monotonic() - post.heard > _SILENT_S:
                 _LOG.warning(
                     "the monitor of rank %s (pid %s) does not answer; it is replaced.",
                     post.rank,
-                    process and process.pid,
+                    process.pid,
                 )
+                process.kill()  # before its line is cut, which it could take for our death
                 self._lose_monitor(post)
             if post.sock is None and process is not None:
                 process.kill()

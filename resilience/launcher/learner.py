@@ -13,6 +13,7 @@ from resilience.pulse.timeouts import (
     INITIAL,
     OUTSIDE,
     SECTION,
+    WHOLE_HEARTBEAT,
     Learned,
     Limit,
     Samples,
@@ -88,8 +89,8 @@ class Learner:
     def answer(self) -> dict[str, Any]:
         """Return the timeouts in the form that a rank's client reads."""
         now = self.timeouts()
-        names = {INITIAL, HEARTBEAT, OUTSIDE, EXIT, *now.given, *now.learned}
-        calculated = {name: now.calculated(name) for name in now.learned}
+        names = {INITIAL, HEARTBEAT, OUTSIDE, EXIT, *now.given, *now.learned} - {WHOLE_HEARTBEAT}
+        calculated = {name: now.calculated(name) for name in now.learned if name != WHOLE_HEARTBEAT}
         return {
             "limits": {name: _finite(now.limit(name).seconds) for name in sorted(names)},
             "calculated": {name: value for name, value in calculated.items() if value is not None},

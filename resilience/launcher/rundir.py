@@ -19,6 +19,7 @@ from resilience.errors import ConfigError
 KEPT_RUNS = 50
 _MAX_PARENT_BYTES = 70
 _JUST_MADE_S = 60.0
+_STILL_WRITTEN_S = 24 * 3600.0
 
 
 def make_run_dir(wanted: str | None, run_id: str) -> Path:
@@ -52,10 +53,11 @@ def _state_folder() -> Path:
 
 
 def _prune(folder: Path) -> None:
-    """Remove the oldest runs below the state folder; a directory given by the user is never touched."""
+    """Remove the oldest runs below the state folder, unless they are still written to; one given by the user is never touched."""
     runs = sorted((entry for entry in folder.iterdir() if entry.is_dir()), key=lambda entry: entry.name)
     for old in runs[:-KEPT_RUNS]:
-        shutil.rmtree(old, ignore_errors=True)
+        if time.time() - max((path.stat().st_mtime for path in old.rglob("*")), default=0.0) > _STILL_WRITTEN_S:
+            shutil.rmtree(old, ignore_errors=True)
 
 
 class Scratch:
@@ -70,7 +72,8 @@ class Scratch:
         for stale in parent.glob(prefix + "*"):
             _sweep(stale)
         self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
-        self._lock = _lock(self.path / "owner", create=True)
+        self._lock = _lock(self.path / "owner.new", create=True)
+        (self.path / "owner.new").rename(self.path / "owner")  # locked before anybody can find it
 
     def remove(self) -> None:
         """Take it away."""

@@ -37,6 +37,7 @@ from resilience.pulse.timeouts import Timeouts, from_json, to_json
 _S = 1_000_000_000
 _STATUS_NS = _S
 _ORPHAN_GRACE_S = 3.0
+_DYING_S = 2.0
 _LATE_NS = 2 * _S  # a monitor that wakes this much too late was itself stopped: its rank's clocks start anew
 
 
@@ -94,6 +95,7 @@ class Monitor:
         self.watch: Watch | None = None
         self.status_ns = 0
         self.unsent: list[channel.Message] = []
+        self.dismissed = False
         self.poll = select.poll()
         self.poll.register(sock, select.POLLIN)
         self.poll.register(launcher_pidfd, select.POLLIN)
@@ -110,7 +112,8 @@ class Monitor:
             if self.launcher_pidfd in ready:
                 return self._orphaned()
             if self.sock.fileno() in ready and not self._hear():
-                return None
+                # Told to go, or the launcher is dying: its sockets close a moment before its death shows.
+                return self._orphaned() if not self.dismissed and self._launcher_is_dying() else None
             watch = self.watch
             if watch is not None and (watch.pidfd is None or watch.pidfd in ready):
                 self._rank_ended(watch)
@@ -143,6 +146,7 @@ class Monitor:
         elif op == "detach":
             self._detach()
         elif op == "quit":
+            self.dismissed = True
             return False
         elif watch is None:
             if op == "testify":
@@ -247,6 +251,9 @@ class Monitor:
                 self.poll.unregister(self.watch.pidfd)
             self.watch.close()
             self.watch = None
+
+    def _launcher_is_dying(self) -> bool:
+        return bool(select.select([self.launcher_pidfd], [], [], _DYING_S)[0])
 
     def _orphaned(self) -> None:
         """The launcher is dead: end the rank, take away what the launcher can't, and go."""

@@ -12,7 +12,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from resilience.pulse.page import PageView, Row, Seen
-from resilience.pulse.timeouts import EXIT, HEARTBEAT, INITIAL, OUTSIDE, SECTION, Limit, Samples, Timeouts
+from resilience.pulse.timeouts import (
+    EXIT,
+    HEARTBEAT,
+    INITIAL,
+    OUTSIDE,
+    SECTION,
+    WHOLE_HEARTBEAT,
+    Limit,
+    Samples,
+    Timeouts,
+)
 
 FINE, WARN, HANG = "fine", "warn", "hang"
 _S = 1_000_000_000
@@ -116,7 +126,7 @@ def _heartbeat_clock(view: PageView, timeouts: Timeouts, opened: list[Clock]) ->
     """Return the clock of the heartbeats.
 
     A limit that a person gave is kept to the letter. A learned one does not count time that is spent in sections entered
-    since the last heartbeat (up to the unlearned timeout), because those have a clock of their own: otherwise the first
+    since the last heartbeat, because those have a clock of their own: otherwise the first
     evaluation of a run, long and without heartbeats, would be a hang.
     """
     since = max(view.beat_at, view.expected_since)
@@ -124,14 +134,10 @@ def _heartbeat_clock(view: PageView, timeouts: Timeouts, opened: list[Clock]) ->
     if limit.given:
         return Clock(HEARTBEAT, since, limit)
     closed_at = max((row.closed_at for row in view.rows), default=0)
-    credit = max(0, min(view.inside, closed_at - since, int(_finite(timeouts.unlearned) * _S)))
+    credit = max(0, min(view.inside, closed_at - since))
     deadline = since + credit + limit.seconds * _S
     latest = max([deadline, *(clock.deadline_ns for clock in opened if clock.since_ns > since)])
     return Clock(HEARTBEAT, since, replace(limit, seconds=(latest - since) / _S))
-
-
-def _finite(seconds: float) -> float:
-    return min(seconds, 1e9)
 
 
 def _between(view: PageView, timeouts: Timeouts) -> Iterator[Clock]:
@@ -152,6 +158,8 @@ def learned_from(view: PageView, started_ns: int) -> dict[str, Samples]:
     table: dict[str, Samples] = {}
     if view.first_sign:
         table[INITIAL] = Samples(1, (view.first_sign - started_ns) / _S)
+    if view.whole_gap:
+        table[WHOLE_HEARTBEAT] = Samples(view.gaps.samples, view.whole_gap / _S)
     for name, seen in [(HEARTBEAT, view.gaps), (OUTSIDE, view.pauses), *_section_samples(view.rows)]:
         if seen.samples or seen.warmup:
             fresh = Samples(seen.samples, seen.largest / _S, seen.warmup / _S)

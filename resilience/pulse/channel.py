@@ -47,7 +47,7 @@ def connect(path: str, timeout: float) -> socket.socket:
 
 def send(sock: socket.socket, message: Message, fds: tuple[int, ...] = ()) -> None:
     """Send one message. Raises ``OSError`` when the other end is gone or full."""
-    data = json.dumps(message, separators=(",", ":")).encode()
+    data = json.dumps(message, separators=(",", ":"), ensure_ascii=False).encode(errors="replace")
     ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
     sock.sendmsg([data], ancillary)
 

@@ -11,9 +11,10 @@ Layout, in words of 8 bytes (native byte order; rank and monitor are on one mach
 
     0       magic                    12      heartbeat timeout given in code (float; NaN: not given)
     1       incarnation (cycle)      13      step (NO_STEP: not told)
-    2       pid                      14, 15  gaps between heartbeats: largest, largest during warm-up
+    2       pid                      14, 15  gaps between heartbeats less the sections in them: largest, during warm-up
     3       flags                    16-18   pauses between sections: number, largest, largest during warm-up
-    4       attached at              19, 20  first sign of life at · time in sections since the last heartbeat
+    4       attached at              19-21   first sign of life at · time in sections since the last heartbeat ·
+                                             largest gap between heartbeats with the sections in it
     5       rows in use              32-95   ring of the last 64 events: time, kind and row in one word
     6       (free)                   96-     64 rows of 16 words, one per section and thread in it:
     7       finishing since                  opened at · closed at · times closed · largest · largest during warm-up ·
@@ -40,7 +41,7 @@ NO_STEP = (1 << 64) - 1
 
 W_MAGIC, W_INCARNATION, W_PID, W_FLAGS, W_ATTACHED, W_ROWS, _, W_FINISHING = range(8)
 W_BEATS, W_BEAT_AT, W_EXPECTED, W_DONE, W_BEAT_TIMEOUT, W_STEP = range(8, 14)
-W_GAPS, W_GAPS_WARMUP, W_PAUSES, W_PAUSE, W_PAUSE_WARMUP, W_FIRST_SIGN, W_INSIDE = range(14, 21)
+W_GAPS, W_GAPS_WARMUP, W_PAUSES, W_PAUSE, W_PAUSE_WARMUP, W_FIRST_SIGN, W_INSIDE, W_WHOLE_GAPS = range(14, 22)
 W_RING = 32
 RING = 64
 W_TABLE = W_RING + RING
@@ -116,6 +117,7 @@ class PageView:
     gaps: Seen
     pauses: Seen
     inside: int = 0  # time in sections since the last heartbeat
+    whole_gap: int = 0  # the largest gap between heartbeats, with the sections in it
     rows: tuple[Row, ...] = ()
 
     def open_rows(self) -> list[Row]:
@@ -176,6 +178,7 @@ class Page:
             gaps=Seen(_after_warmup(beats - 1), words[W_GAPS], words[W_GAPS_WARMUP]),
             pauses=Seen(_after_warmup(words[W_PAUSES]), words[W_PAUSE], words[W_PAUSE_WARMUP]),
             inside=words[W_INSIDE],
+            whole_gap=words[W_WHOLE_GAPS],
             rows=rows,
         )
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 INITIAL, HEARTBEAT, OUTSIDE, EXIT, SECTION = "initial", "heartbeat", "out-of-section", "exit", "section:"
+WHOLE_HEARTBEAT = "heartbeat, sections included"  # no clock: what a calculated heartbeat timeout is calculated from
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ class Timeouts:
 
     def calculated(self, name: str) -> float | None:
         """Return the timeout that the samples of ``name`` give right now, however few they are; ``None`` without any."""
-        samples = self.learned.get(name)
+        samples = self.learned.get(WHOLE_HEARTBEAT if name == HEARTBEAT else name) or self.learned.get(name)
         if samples is None or not max(samples.largest, samples.warmup):
             return None
         return max(self.floor, self.factor * (samples.largest or samples.warmup))

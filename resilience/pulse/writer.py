@@ -48,6 +48,7 @@ from resilience.pulse.page import (
     W_ROWS,
     W_STEP,
     W_TABLE,
+    W_WHOLE_GAPS,
     WARMUP,
     Page,
 )
@@ -60,12 +61,13 @@ class Pulse:
 
     __slots__ = (
         "_adopted",
-        "_beat_at",
         "_beats",
         "_expected",
         "_largest_gap",
+        "_largest_whole",
         "_lock",
         "_spare",
+        "beat_at",
         "closed_at",
         "events",
         "inside",
@@ -89,9 +91,10 @@ class Pulse:
         self._expected: list[float | None] = []  # nested expect_heartbeats blocks, with their timeouts
         self._adopted = False
         self._beats = 0
-        self._beat_at = 0
+        self.beat_at = 0
         self._largest_gap = _NOTHING_YET
-        self.open = 0  # sections open right now; two threads may race on it, and then only a pause is missed
+        self._largest_whole = _NOTHING_YET
+        self.open: set[SectionRow] = set()  # open right now; a set, since threads may lose updates of a count for good
         self.closed_at = 0
         self.pauses = 0
         self.largest_pause = _NOTHING_YET
@@ -108,16 +111,19 @@ class Pulse:
                 raise PulseError(
                     f"heartbeat(step={step!r}): a step is a whole number from 0 up. No heartbeat was sent."
                 ) from None
-        gap = now - self._beat_at
-        words[W_BEAT_AT] = self._beat_at = now
+        gap = now - self.beat_at
+        words[W_BEAT_AT] = self.beat_at = now
         words[W_BEATS] = self._beats = self._beats + 1
+        if gap > self._largest_whole:
+            self._whole_gap(gap)
         if self.inside:
+            gap -= self.inside
             words[W_INSIDE] = self.inside = 0
         if gap > self._largest_gap:
             self._gap(gap, now)
 
     def _gap(self, gap: int, now: int) -> None:
-        """Keep a gap that is larger than all before; open the clock with the first beat."""
+        """Keep a gap, less the sections in it, that is larger than all before; open the clock with the first beat."""
         words = self.words
         if self._beats == 1:
             self.sign(now)
@@ -127,6 +133,11 @@ class Pulse:
             words[W_GAPS_WARMUP] = max(words[W_GAPS_WARMUP], gap)
         else:
             words[W_GAPS] = self._largest_gap = gap
+
+    def _whole_gap(self, gap: int) -> None:
+        """Keep a gap with the sections in it: for timeouts that a script calculates, which do not leave them out."""
+        if self._beats > WARMUP + 1:
+            self.words[W_WHOLE_GAPS] = self._largest_whole = gap
 
     def sign(self, now: int) -> None:
         """Give the first sign of life: from here on silence is a hang and not a stranger's business."""
@@ -151,7 +162,7 @@ class Pulse:
 
     def _expect_now(self, timeout: float | None) -> None:
         now = monotonic_ns()
-        self._beat_at = now
+        self.beat_at = now
         self.words[W_EXPECTED] = now  # before the timeout, which may be shorter than the time since the last heartbeat
         self.words[W_DONE] = 0
         self.page.floats[W_BEAT_TIMEOUT] = math.nan if timeout is None else timeout
@@ -224,13 +235,12 @@ class Pulse:
         for row in self.rows:
             row.depth = min(row.depth, 1)
             row.leave()
-        self.open = 0
 
 
 class SectionRow:
     """One row of the section table, written by one thread at a time."""
 
-    __slots__ = ("_bits", "_largest", "_opened_at", "_pulse", "_row", "_timeouts", "depth", "exits")
+    __slots__ = ("_bits", "_inside", "_largest", "_opened_at", "_pulse", "_row", "_timeouts", "depth", "exits")
 
     def __init__(self, pulse: Pulse, index: int) -> None:
         base = W_TABLE + index * ROW_WORDS
@@ -240,6 +250,7 @@ class SectionRow:
         self._timeouts[R_TIMEOUT] = math.nan
         self._bits = LEAVE << 8 | index
         self._opened_at = 0
+        self._inside = 0
         self._largest = _NOTHING_YET
         self.depth = 0
         self.exits = 0
@@ -251,10 +262,8 @@ class SectionRow:
         if not depth:
             pulse = self._pulse
             self._row[R_OPENED] = self._opened_at = now = monotonic_ns()
-            if pulse.open:
-                pulse.open += 1
-            else:
-                pulse.open = 1
+            self._inside = pulse.inside
+            if not pulse.open:
                 closed_at = pulse.closed_at
                 if not closed_at:
                     pulse.sign(now)
@@ -262,6 +271,7 @@ class SectionRow:
                     pulse.words[W_PAUSES] = pulse.pauses = pulse.pauses + 1
                     if now - closed_at > pulse.largest_pause:
                         pulse.pause(now - closed_at)
+            pulse.open.add(self)
 
     def leave(self) -> bool:
         """Close what :meth:`enter` opened last. False when nothing is open (``end_all_sections`` came before)."""
@@ -273,12 +283,12 @@ class SectionRow:
         row, pulse = self._row, self._pulse
         now = monotonic_ns()
         took = now - self._opened_at
-        if pulse.open > 1:
-            pulse.open -= 1
-        else:
-            pulse.open = 0
-            # Before it shows as closed: a reader in between must not miss it in both places.
-            pulse.words[W_INSIDE] = pulse.inside = pulse.inside + took
+        pulse.open.discard(self)
+        if self._opened_at > pulse.beat_at:
+            # Before it shows as closed: a reader in between must not miss it in both places. Nested sections count once.
+            inside = self._inside + took
+            if inside > pulse.inside:
+                pulse.words[W_INSIDE] = pulse.inside = inside
         row[R_CLOSED] = pulse.closed_at = now
         row[R_EXITS] = self.exits = self.exits + 1
         if took > self._largest:

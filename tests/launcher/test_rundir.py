@@ -66,15 +66,20 @@ def test_unwritable_state_folder_falls_back_to_the_temporary_one(
     assert rundir.make_run_dir(None, "x").parent == tmp_path / f"resilience-runs-{os.getuid()}"
 
 
-def test_newest_fifty_runs_are_kept(state: Path) -> None:
+def test_newest_fifty_runs_are_kept_and_those_that_are_still_written_to(state: Path) -> None:
+    long_ago = time.time() - 48 * 3600
     for number in range(60):
-        (state / f"20200101-0000{number:02}-job-1").mkdir(parents=True)
-        (state / f"20200101-0000{number:02}-job-1" / "log").touch()
+        run = state / f"20200101-0000{number:02}-job-1"
+        run.mkdir(parents=True)
+        (run / "log").touch()
+        if number != 3:
+            os.utime(run / "log", (long_ago, long_ago))
     mine = rundir.make_run_dir(None, "job")
     left = sorted(path.name for path in state.iterdir())
-    assert len(left) == rundir.KEPT_RUNS == 50
-    assert mine.name in left
-    assert left[0] == "20200101-000011-job-1"
+    assert left[0] == "20200101-000003-job-1"
+    assert left[1] == "20200101-000011-job-1"
+    assert left[-1] == mine.name
+    assert len(left) == rundir.KEPT_RUNS + 1 == 51
 
 
 def test_given_run_directory_removes_nothing(tmp_path: Path) -> None:

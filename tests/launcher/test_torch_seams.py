@@ -47,7 +47,12 @@ def test_every_method_of_a_rendezvous_is_passed_on() -> None:
 
 
 def test_the_public_parts_of_torch_that_we_build_on_have_the_parameters_we_pass() -> None:
-    assert list(inspect.signature(RendezvousStoreInfo.build).parameters) == ["rank", "store", "local_addr", "server_port"]
+    assert list(inspect.signature(RendezvousStoreInfo.build).parameters) == [
+        "rank",
+        "store",
+        "local_addr",
+        "server_port",
+    ]
     assert list(inspect.signature(RendezvousInfo.__init__).parameters)[1:] == [
         "store",
         "rank",

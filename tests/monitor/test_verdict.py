@@ -226,6 +226,32 @@ def test_learned_heartbeat_clock_does_not_count_a_section_entered_twice_since() 
     os.close(page.fd)
 
 
+@pytest.mark.parametrize(("timeout", "seconds"), [(math.nan, 60.0), (3 * 3600.0, 2 * 3600.0), (math.inf, 86_400.0)])
+@pytest.mark.parametrize("outer", [False, True])
+def test_learned_heartbeat_clock_does_not_count_a_section_however_long_or_nested(
+    outer: bool, timeout: float, seconds: float
+) -> None:
+    page, clock = Page.create(0), FakeClock()
+    with writer_time(clock):
+        pulse = Pulse(page)
+        if outer:  # with section("epoch"): around the whole loop
+            epoch = pulse.borrow("epoch")
+            epoch.limit(math.inf)
+            epoch.enter()
+        beat_often(pulse, clock)
+        evaluate = pulse.borrow("evaluate")
+        evaluate.limit(timeout)
+        evaluate.enter()
+        clock.wait(seconds)
+        assert verdict(page.read(), learned(heartbeat=1.0), clock.now, LIFE).kind == FINE
+        evaluate.leave()
+        clock.wait(1)  # the next step, up to its heartbeat
+        assert verdict(page.read(), learned(heartbeat=1.0), clock.now, LIFE).kind == FINE
+        clock.wait(40)
+        assert verdict(page.read(), learned(heartbeat=1.0), clock.now, LIFE).kind == HANG
+    os.close(page.fd)
+
+
 def test_learned_heartbeat_clock_counts_a_section_entered_before() -> None:
     training = beating(100, rows=(row("epoch", open_since=at(50), timeout=math.inf),))
     hangs(training, learned(heartbeat=1.0), 130, "heartbeat")

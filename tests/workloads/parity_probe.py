@@ -62,7 +62,9 @@ def write_facts(own: dict[str, Any], names: list[str]) -> None:
     print(f"err {rank} {life}", file=sys.stderr, flush=True)
     if "fail-once" in sys.argv and life == "0":
         out, world = Path(os.environ["PARITY_OUT"]), int(os.environ["WORLD_SIZE"])
-        while len(list(out.glob("*.0.json"))) < world:  # the first to fail ends the others, and they have facts to write
+        while (
+            len(list(out.glob("*.0.json"))) < world
+        ):  # the first to fail ends the others, and they have facts to write
             time.sleep(0.01)
         sys.exit(9)
 
