@@ -236,8 +236,8 @@ def _count(raw: Any) -> int:
     if isinstance(raw, bool):
         raise ValueError("a yes/no value is not a number")
     value = int(raw)
-    if value < 1 or value != float(raw):
-        raise ValueError("must be a whole number from 1 up")
+    if not 1 <= value <= 900 or value != float(raw):
+        raise ValueError("must be a whole number from 1 to 900")
     return value
 
 
@@ -295,7 +295,7 @@ _WANTED = {
     "timeout_or_none": "seconds, or null for no timeout",
     "timeouts": "name:seconds,name:seconds (null for no timeout)",
     "positive": "a number greater than 0",
-    "count": "a whole number from 1 up",
+    "count": "a whole number from 1 to 900",
     "signal": "a signal's name or number",
     "switch": "true or false",
     "level": ", ".join(_LEVELS),

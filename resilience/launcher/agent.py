@@ -17,6 +17,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
@@ -27,6 +28,7 @@ from resilience import config
 from resilience.launcher import lines
 from resilience.launcher.hub import Hub
 from resilience.launcher.link import Agreement, Link, Node, agree
+from resilience.launcher.logs import tail_of
 from resilience.launcher.watchdog import Watchdog
 from resilience.monitor.culprit import Death
 from resilience.observe import report as reports
@@ -181,13 +183,12 @@ class Agent(LocalElasticAgent):  # type: ignore[misc]  # torch is untyped here
             detail = "the job was ended, because --max-restarts is 0; with --max-restarts=N it would be restarted"
         else:
             detail = f"the job was ended: all {worker_group.spec.max_restarts} restarts are used"
-        ranks = [worker.global_rank for worker in worker_group.workers]
         evidence = reports.Evidence(
             cycle=self.cycle,
             testimonies=testimonies,
             deaths=self._deaths(worker_group),
             hangs=self._hub.hangs(),
-            logs={rank: self._tail(rank) for rank in ranks},
+            logs={worker.global_rank: self._tail(worker) for worker in worker_group.workers},
             hosts={rank: node.host for node in nodes for rank in node.ranks},
             pids=self._hub.pids(),
             lost={rank: why for node, why in lost.items() for rank in nodes[node].ranks},
@@ -208,6 +209,7 @@ class Agent(LocalElasticAgent):  # type: ignore[misc]  # torch is untyped here
                 found.append(Death(worker.global_rank, code, ended.get(worker.global_rank, time.monotonic_ns())))
         return found
 
-    def _tail(self, rank: int) -> str:
-        tail = getattr(self._logs_specs, "tail", None)
-        return str(tail(rank)) if tail is not None else ""
+    def _tail(self, worker: Any) -> str:
+        """Return the end of a worker's stderr, wherever it was redirected to."""
+        path = self._pcontext.stderrs.get(worker.local_rank) if self._pcontext is not None else None
+        return tail_of(Path(path)) if path else ""

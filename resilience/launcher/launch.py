@@ -74,6 +74,7 @@ class Session:
                 "TORCHELASTIC_SIGNALS_TO_HANDLE": launch.signals_to_handle,
             }
         )
+        _LOG.info("reports and logs: %s", self.run_dir)
         deadlines.announce(launch, settings)
         parameters = RendezvousParameters(
             backend=launch.rdzv_backend,
@@ -150,11 +151,17 @@ class Session:
 
     def publish(self, report: reports.Report) -> None:
         """Keep a report and show it; the one that ends the job is shown last of all."""
-        reports.write(report, self.run_dir)
+        self._keep(report)
         if report["action"] == "stop":
             self.last_words = report
         else:
             self._show(report)
+
+    def _keep(self, report: reports.Report) -> None:
+        try:
+            reports.write(report, self.run_dir)
+        except OSError as error:  # a full disk must not end the job; the text is still shown
+            _LOG.error("the report could not be written to %s: %s.", self.run_dir, error.strerror or error)
 
     def _show(self, report: reports.Report) -> None:
         self.console.say(f"\n{reports.as_text(report, str(self.run_dir))}\n\n")
@@ -173,7 +180,7 @@ class Session:
         )
         done = f"the workers of this node were ended, the launcher ends with exit code {EXIT_CUT_OFF}"
         report = reports.compose(evidence, "stop", done)
-        reports.write(report, self.run_dir)
+        self._keep(report)
         monitor = self.job.settings.monitor
         self.hub.end_ranks(monitor.rank_termination_signal, monitor.rank_term_timeout)
         self.last_words = report

@@ -32,7 +32,6 @@ class CycleLogs(LogsSpecs):  # type: ignore[misc]  # torch is untyped here
         self._folder = run_dir / "logs"
         self._console = console
         self._shown = shown
-        self._files: dict[int, Path] = {}
 
     @property
     def root_log_dir(self) -> str:
@@ -47,7 +46,6 @@ class CycleLogs(LogsSpecs):  # type: ignore[misc]  # torch is untyped here
         destination.filtered_stdout = f"{filtered}_filtered_stdout.log"  # opened only with --duplicate-stdout-filters
         destination.filtered_stderr = f"{filtered}_filtered_stderr.log"
         self._console.forget()
-        self._files = {}
         for local_rank, env in envs.items():
             rank = int(env["RANK"])
             folder = self._folder / f"cycle_{cycle}" / f"rank_{rank}"
@@ -56,16 +54,11 @@ class CycleLogs(LogsSpecs):  # type: ignore[misc]  # torch is untyped here
             destination.stderrs[local_rank] = str(folder / "stderr.log")
             destination.error_files[local_rank] = str(folder / "error.json")
             env["TORCHELASTIC_ERROR_FILE"] = str(folder / "error.json")
-            self._files[rank] = folder / "stderr.log"
             if self._shown is None or local_rank in self._shown:
                 prefix = f"[c{cycle} n{env['GROUP_RANK']} r{rank}] ".encode()
                 self._console.follow(folder / "stdout.log", 1, prefix)
                 self._console.follow(folder / "stderr.log", 2, prefix)
         return destination
-
-    def tail(self, rank: int) -> str:
-        """Return the end of a rank's stderr."""
-        return tail_of(self._files[rank]) if rank in self._files else ""
 
 
 def tail_of(path: Path) -> str:

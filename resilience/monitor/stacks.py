@@ -16,7 +16,7 @@ import time
 from resilience.monitor import proc
 
 MAX_STACK_BYTES = 48 * 1024
-_QUIET_S = 0.03
+_QUIET_S = 0.012
 
 
 def collect(pid: int, stacks_fd: int, signum: int, timeout: float) -> str:
@@ -45,7 +45,7 @@ def collect(pid: int, stacks_fd: int, signum: int, timeout: float) -> str:
             size, quiet_since = grown, now
         elif size > before and now - quiet_since >= _QUIET_S:
             break
-        time.sleep(0.005)
+        time.sleep(0.002)
     if size == before:
         return _without_python(pid, f"it did not answer the stack signal within {timeout:g} s")
     text = os.pread(stacks_fd, min(size - before, MAX_STACK_BYTES), before).decode("utf-8", "replace")

@@ -11,7 +11,6 @@ With ``--no-python`` there is no trampoline: the first process of the rank that 
 from __future__ import annotations
 
 import faulthandler
-import fcntl
 import os
 import signal
 import sys
@@ -59,6 +58,8 @@ def attach() -> Page | None:
         return None
     if answer is None or len(answer[1]) != 2:
         return None  # refused: another process of this rank has the page, or this one belongs to a cycle that is over
+    import fcntl  # noqa: PLC0415 - Linux only, and so is everything from here on
+
     page_fd, stacks_fd = answer[1]
     page = Page(page_fd)
     # The handler writes to this number whatever it then stands for, so it is moved out of the way of scripts that close

@@ -13,19 +13,16 @@ import inspect
 import logging
 import math
 import os
-from _thread import get_ident
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from types import TracebackType
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 from resilience.errors import PulseError
 from resilience.pulse import attach
-from resilience.pulse.writer import Pulse, SectionRow
+from resilience.pulse.writer import F, Pulse, Section
 
 Timeout = float | timedelta | None
-F = TypeVar("F", bound=Callable[..., Any])
 
 
 class _Process:
@@ -105,94 +102,23 @@ def end_all_sections() -> None:
         pulse.close_all()
 
 
-class Section:
-    """A named part of the training code. Use :func:`section` to get one; it can be entered again while it is open."""
-
-    __slots__ = ("_elsewhere", "_name", "_owner", "_pulse", "_row", "_timeout")
-
-    def __init__(self, name: str, pulse: Pulse | None) -> None:
-        self._name = name
-        self._pulse = pulse
-        self._owner = get_ident()
-        self._row: SectionRow | None = pulse.borrow(name) if pulse is not None else None
-        self._elsewhere: dict[int, SectionRow] = {}
-        self._timeout: float | None = None
-
-    def __enter__(self) -> Section:
-        row = self._row
-        if row is not None:
-            if get_ident() != self._owner:
-                row = self._row_elsewhere()
-            row.enter()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        row = self._row  # leave() in place: this is the hot path
-        if row is not None:
-            if get_ident() == self._owner:
-                row.leave()
-            else:
-                self._leave_elsewhere()
-
-    def leave(self) -> bool:
-        """Close the section in this thread; False when it is not open here."""
-        row = self._row
-        if row is None:
-            return True
-        if get_ident() == self._owner:
-            return row.leave()
-        return self._leave_elsewhere()
-
-    def _row_elsewhere(self) -> SectionRow:
-        """Return this thread's own row: a row has one writer."""
-        row = self._elsewhere.get(get_ident())
-        if row is None:
-            row = self._elsewhere[get_ident()] = cast(Pulse, self._pulse).borrow(self._name)
-            if self._timeout is not None:
-                row.limit(self._timeout)
-        return row
-
-    def _leave_elsewhere(self) -> bool:
-        row = self._elsewhere.get(get_ident())
-        if row is None:
-            return False
-        was_open = row.leave()
-        if not row.depth:
-            del self._elsewhere[get_ident()]
-            cast(Pulse, self._pulse).give_back(self._name, row)
-        return was_open
-
-    def limit(self, timeout: float) -> None:
-        """Give the section a timeout of its own, in seconds, in whatever thread it is open."""
-        self._timeout = timeout
-        if self._row is not None:
-            for row in (self._row, *list(self._elsewhere.values())):
-                row.limit(timeout)
-
-    def detach(self) -> None:
-        """Become a no-op: this is a forked child."""
-        self._row = None
-
-    def __call__(self, function: F) -> F:
-        """Wrap a function (plain or async) so that each call runs inside the section."""
-        name = self._name
-        if inspect.iscoroutinefunction(function):
-
-            @functools.wraps(function)
-            async def inside_async(*args: Any, **kwargs: Any) -> Any:
-                with section(name):
-                    return await function(*args, **kwargs)
-
-            return cast(F, inside_async)
+def within(name: str, function: F) -> F:
+    """Return ``function`` (plain or async) so that each call runs inside the section ``name``."""
+    if inspect.iscoroutinefunction(function):
 
         @functools.wraps(function)
-        def inside(*args: Any, **kwargs: Any) -> Any:
+        async def inside_async(*args: Any, **kwargs: Any) -> Any:
             with section(name):
-                return function(*args, **kwargs)
+                return await function(*args, **kwargs)
 
-        return cast(F, inside)
+        return cast(F, inside_async)
+
+    @functools.wraps(function)
+    def inside(*args: Any, **kwargs: Any) -> Any:
+        with section(name):
+            return function(*args, **kwargs)
+
+    return cast(F, inside)
 
 
 def section(name: str, timeout: Timeout = None) -> Section:
@@ -211,7 +137,8 @@ def section(name: str, timeout: Timeout = None) -> Section:
             raise PulseError(
                 f"section({name!r}): the name must be a string. Used as a decorator it is @section('name')."
             )
-        known = _here.sections[name] = Section(name, _here.pulse or _here.look())
+        pulse = _here.pulse or _here.look()
+        known = _here.sections[name] = pulse.borrow(name) if pulse is not None else Section(name)
     if timeout is not None:
         known.limit(cast(float, seconds(timeout)))
     return known

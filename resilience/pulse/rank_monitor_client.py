@@ -73,7 +73,7 @@ class RankMonitorClient:
     def start_section(self, name: str) -> None:
         """Open a section."""
         self._check()
-        client.section(name).__enter__()
+        client.section(name).enter()
 
     def end_section(self, name: str) -> None:
         """Close a section that is open in this thread."""

@@ -1,6 +1,6 @@
 """The rank's side of its page: a little state kept in Python so that the hot path only ever stores.
 
-Rule: :meth:`Pulse.beat`, :meth:`SectionRow.enter` and :meth:`SectionRow.leave` are stores and nothing else: no lock, no
+Rule: :meth:`Pulse.beat`, entering and leaving a :class:`Section` are stores and nothing else: no lock, no
 system call, no allocation that lasts. A row is written by one thread at a time, which is why that is safe.
 
 Hazard: two threads that beat at once may lose a count. They never lose a time, and verdicts look at times.
@@ -8,9 +8,14 @@ Hazard: two threads that beat at once may lose a count. They never lose a time, 
 
 from __future__ import annotations
 
+import itertools
 import math
 import threading
+from _thread import get_ident
+from collections.abc import Callable
 from time import monotonic_ns
+from types import TracebackType
+from typing import Any, TypeVar
 
 from resilience.errors import PulseError, SectionError
 from resilience.pulse.page import (
@@ -53,6 +58,8 @@ from resilience.pulse.page import (
     Page,
 )
 
+F = TypeVar("F", bound=Callable[..., Any])
+COUNTED = 1000  # pauses are counted this far; no timeout needs more samples
 _NOTHING_YET = -1  # smaller than any duration: until warm-up is over, every one takes the slow path that sorts it
 
 
@@ -69,7 +76,6 @@ class Pulse:
         "_spare",
         "beat_at",
         "closed_at",
-        "events",
         "inside",
         "largest_pause",
         "open",
@@ -77,6 +83,7 @@ class Pulse:
         "pauses",
         "ring",
         "rows",
+        "slots",
         "words",
     )
 
@@ -84,9 +91,9 @@ class Pulse:
         self.page = page
         self.words = page.words
         self.ring = page.words[W_RING : W_RING + RING]
-        self.events = 0
-        self.rows: list[SectionRow] = []
-        self._spare: dict[str, list[SectionRow]] = {}
+        self.slots = itertools.cycle(range(RING))
+        self.rows: list[Section] = []
+        self._spare: dict[str, list[Section]] = {}
         self._lock = threading.RLock()  # guards the table of rows; never taken by a beat or by a known section
         self._expected: list[float | None] = []  # nested expect_heartbeats blocks, with their timeouts
         self._adopted = False
@@ -94,7 +101,7 @@ class Pulse:
         self.beat_at = 0
         self._largest_gap = _NOTHING_YET
         self._largest_whole = _NOTHING_YET
-        self.open: set[SectionRow] = set()  # open right now; a set, since threads may lose updates of a count for good
+        self.open: set[Section] = set()  # open right now; a set, since threads may lose updates of a count for good
         self.closed_at = 0
         self.pauses = 0
         self.largest_pause = _NOTHING_YET
@@ -189,28 +196,31 @@ class Pulse:
         self._event(FINISH, now)
 
     def _event(self, kind: int, now: int) -> None:
-        self.events = number = self.events + 1
-        self.ring[number % RING] = now & EVENT_TIME | kind << 8
+        self.ring[next(self.slots)] = now & EVENT_TIME | kind << 8
 
     def pause(self, took: int) -> None:
-        """Keep a pause between two sections that is larger than all before."""
-        if self.pauses <= WARMUP:
+        """Keep a pause between two sections: the number of them as far as it matters, and the largest."""
+        self.pauses = pauses = min(self.pauses + 1, COUNTED)
+        self.words[W_PAUSES] = pauses
+        if pauses <= WARMUP:
             self.words[W_PAUSE_WARMUP] = max(self.words[W_PAUSE_WARMUP], took)
-        else:
+        elif took > self.largest_pause:
             self.words[W_PAUSE] = self.largest_pause = took
 
-    def borrow(self, name: str) -> SectionRow:
-        """Return a row for one thread in the section ``name``: a spare one of that name, or a new one."""
+    def borrow(self, name: str) -> Section:
+        """Return the section ``name`` for this thread: a spare row of that name, or a new one."""
         with self._lock:
             spare = self._spare.setdefault(name, [])
-            return spare.pop() if spare else self._new_row(name)
+            row = spare.pop() if spare else self._new_row(name)
+            row.owner = get_ident()
+            return row
 
-    def give_back(self, name: str, row: SectionRow) -> None:
+    def give_back(self, name: str, row: Section) -> None:
         """Keep a row that its thread has left for the next thread in the same section."""
         with self._lock:
             self._spare[name].append(row)
 
-    def _new_row(self, name: str) -> SectionRow:
+    def _new_row(self, name: str) -> Section:
         encoded = name.encode(errors="surrogatepass")
         if not 0 < len(encoded) <= NAME_BYTES or "\0" in name or not name.isprintable():
             raise SectionError(
@@ -225,7 +235,7 @@ class Pulse:
                 "heartbeat(step). The section was not opened."
             )
         self.page.set_name(index, encoded)
-        row = SectionRow(self, index)
+        row = Section(name, self, index)
         self.rows.append(row)
         self.words[W_ROWS] = index + 1
         return row
@@ -233,54 +243,84 @@ class Pulse:
     def close_all(self) -> None:
         """Close every open section of every thread."""
         for row in self.rows:
-            row.depth = min(row.depth, 1)
-            row.leave()
+            row.close()
 
 
-class SectionRow:
-    """One row of the section table, written by one thread at a time."""
+class Section:
+    """A named part of the training code, for one thread; entered from another thread it passes on to that one's own row."""
 
-    __slots__ = ("_bits", "_inside", "_largest", "_opened_at", "_pulse", "_row", "_timeouts", "depth", "exits")
+    __slots__ = (
+        "_bits",
+        "_elsewhere",
+        "_inside",
+        "_largest",
+        "_opened_at",
+        "_pulse",
+        "_row",
+        "_timeout",
+        "_timeouts",
+        "depth",
+        "exits",
+        "name",
+        "owner",
+    )
 
-    def __init__(self, pulse: Pulse, index: int) -> None:
-        base = W_TABLE + index * ROW_WORDS
+    def __init__(self, name: str, pulse: Pulse | None = None, index: int = 0) -> None:
+        """Make the row ``index`` of a page, or without a pulse a section that does nothing."""
+        self.name = name
+        self.owner = 0  # no thread: whoever enters it takes the way for others, which ends there without a pulse
+        self.depth = 0
+        self.exits = 0
         self._pulse = pulse
+        self._elsewhere: dict[int, Section] = {}
+        if pulse is None:
+            return
+        base = W_TABLE + index * ROW_WORDS
         self._row = pulse.words[base : base + ROW_WORDS]
         self._timeouts = pulse.page.floats[base : base + ROW_WORDS]
         self._timeouts[R_TIMEOUT] = math.nan
+        self._timeout: float | None = None
         self._bits = LEAVE << 8 | index
         self._opened_at = 0
         self._inside = 0
         self._largest = _NOTHING_YET
-        self.depth = 0
-        self.exits = 0
 
-    def enter(self) -> None:
+    def __enter__(self) -> Section:
         """Open the section, or go one level deeper into it."""
+        if get_ident() != self.owner:
+            return self._enter_elsewhere()
         depth = self.depth
         self.depth = depth + 1
         if not depth:
-            pulse = self._pulse
+            pulse: Pulse = self._pulse  # type: ignore[assignment]  # an owner has one
             self._row[R_OPENED] = self._opened_at = now = monotonic_ns()
             self._inside = pulse.inside
             if not pulse.open:
                 closed_at = pulse.closed_at
                 if not closed_at:
                     pulse.sign(now)
-                else:
-                    pulse.words[W_PAUSES] = pulse.pauses = pulse.pauses + 1
-                    if now - closed_at > pulse.largest_pause:
-                        pulse.pause(now - closed_at)
+                elif now - closed_at > pulse.largest_pause or pulse.pauses < COUNTED:
+                    pulse.pause(now - closed_at)
             pulse.open.add(self)
+        return self
 
-    def leave(self) -> bool:
-        """Close what :meth:`enter` opened last. False when nothing is open (``end_all_sections`` came before)."""
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close what was opened last; nothing to do when ``end_all_sections`` came before."""
+        if get_ident() != self.owner:
+            return self._leave_elsewhere()
         depth = self.depth
-        if depth != 1:
-            self.depth = max(0, depth - 1)
-            return depth > 1
+        if depth == 1:
+            self._close()
+        elif depth:
+            self.depth = depth - 1
+        return None
+
+    def _close(self) -> None:
         self.depth = 0
-        row, pulse = self._row, self._pulse
+        row = self._row
+        pulse: Pulse = self._pulse  # type: ignore[assignment]  # it was opened
         now = monotonic_ns()
         took = now - self._opened_at
         pulse.open.discard(self)
@@ -293,9 +333,16 @@ class SectionRow:
         row[R_EXITS] = self.exits = self.exits + 1
         if took > self._largest:
             self._sample(took)
-        pulse.events = number = pulse.events + 1
-        pulse.ring[number % RING] = now & EVENT_TIME | self._bits
-        return True
+        pulse.ring[next(pulse.slots)] = now & EVENT_TIME | self._bits
+
+    def close(self) -> None:
+        """Close the section at whatever depth, from whatever thread."""
+        if self.depth:
+            self._close()
+
+    def enter(self) -> None:
+        """Open the section in this thread."""
+        self.__enter__()
 
     def _sample(self, took: int) -> None:
         """Keep a duration that is larger than all before; those of the warm-up apart."""
@@ -304,6 +351,49 @@ class SectionRow:
         else:
             self._row[R_LARGEST] = self._largest = took
 
+    def leave(self) -> bool:
+        """Close what was opened last in this thread; False when it is not open here."""
+        mine = self if get_ident() == self.owner else self._elsewhere.get(get_ident())
+        was_open = self._pulse is None or (mine is not None and mine.depth > 0)
+        self.__exit__(None, None, None)
+        return was_open
+
     def limit(self, timeout: float) -> None:
-        """Give the section a timeout of its own, in seconds; it holds until another one is given."""
-        self._timeouts[R_TIMEOUT] = timeout
+        """Give the section a timeout of its own, in seconds, in whatever thread it is open; it holds until another one."""
+        if self._pulse is None:
+            return
+        self._timeout = timeout
+        for row in (self, *list(self._elsewhere.values())):
+            row._timeouts[R_TIMEOUT] = timeout
+
+    def detach(self) -> None:
+        """Become a no-op: this is a forked child, and the page is its parent's."""
+        self._pulse = None
+        self.owner = 0
+        self._elsewhere.clear()
+
+    def _enter_elsewhere(self) -> Section:
+        """Open this thread's own row: a row has one writer."""
+        pulse = self._pulse
+        if pulse is None:
+            return self
+        row = self._elsewhere.get(get_ident())
+        if row is None:
+            row = self._elsewhere[get_ident()] = pulse.borrow(self.name)
+            if self._timeout is not None:
+                row.limit(self._timeout)
+        return row.__enter__()
+
+    def _leave_elsewhere(self) -> None:
+        row = self._elsewhere.get(get_ident())
+        if row is not None and self._pulse is not None:
+            row.__exit__(None, None, None)
+            if not row.depth:
+                del self._elsewhere[get_ident()]
+                self._pulse.give_back(self.name, row)
+
+    def __call__(self, function: F) -> F:
+        """Wrap a function (plain or async) so that each call runs inside the section."""
+        from resilience.pulse.client import within  # noqa: PLC0415 - looked up by name at each call, as ``section`` does
+
+        return within(self.name, function)

@@ -16,7 +16,7 @@ from resilience.launcher.learner import Learner
 from resilience.monitor.verdict import FINE, Life, Verdict, learned_from, verdict
 from resilience.pulse.page import W_ATTACHED, Page
 from resilience.pulse.timeouts import Timeouts
-from resilience.pulse.writer import Pulse, SectionRow
+from resilience.pulse.writer import Pulse, Section
 from tests.fakes import FakeClock, S, writer_time
 
 
@@ -158,7 +158,7 @@ class Simulation:
         return end
 
     def _live(self, page: Page, actions: Iterator[Action], hang: tuple[str, int] | None) -> End:
-        pulse, rows = Pulse(page), dict[str, SectionRow]()
+        pulse, rows = Pulse(page), dict[str, Section]()
         self._started = self.clock.now
         life = Life(self._started, adopted=self.learner.adopted)
         timeouts = self.learner.timeouts()
