@@ -20,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsSpecs, SignalException
 
@@ -82,7 +82,10 @@ class Agent(LocalElasticAgent):  # type: ignore[misc]  # torch is untyped here
         self._watchdog.turn()
         if not self._attended:
             self._look(worker_group)
-        return super()._monitor_workers(worker_group)
+        result = super()._monitor_workers(worker_group)
+        if result.state == WorkerState.FAILED and not self._attended:
+            self._look_back(worker_group, result)
+        return result
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         self._shutdown(timeout=int(self._stop_grace))
@@ -158,7 +161,18 @@ class Agent(LocalElasticAgent):  # type: ignore[misc]  # torch is untyped here
         else:
             self._hub.end_ranks(monitor.rank_termination_signal, monitor.rank_term_timeout)
 
-    def _testify_and_report(self, worker_group: WorkerGroup, lost: dict[int, str]) -> None:
+    def _look_back(self, worker_group: WorkerGroup, result: RunResult) -> None:
+        """Report a death that came between our look and torch's: torch has ended the others already."""
+        self._attended = True
+        ended = self._hub.ended_at()
+        now = time.monotonic_ns()
+        deaths = [Death(rank, item.exitcode, ended.get(rank, now)) for rank, item in result.failures.items()]
+        with self._watchdog.phase("the death was not reported", 4 * self._hub.settings.monitor.testimony_timeout + 60):
+            self._testify_and_report(worker_group, {}, deaths)
+
+    def _testify_and_report(
+        self, worker_group: WorkerGroup, lost: dict[int, str], deaths: list[Death] | None = None
+    ) -> None:
         assert self._link is not None
         timeout = self._hub.settings.monitor.testimony_timeout
         owner = self._link.raise_alarm({"cycle": self.cycle})
@@ -166,12 +180,17 @@ class Agent(LocalElasticAgent):  # type: ignore[misc]  # torch is untyped here
         if not owner and self._link.await_report(3 * timeout) is not None:
             return
         testimonies += self._link.collect(timeout)
-        report = self._compose(worker_group, testimonies, lost)
+        deaths = self._deaths(worker_group) if deaths is None else deaths
+        report = self._compose(worker_group, testimonies, deaths, lost)
         self._link.publish(report)
         self._publish(report)
 
     def _compose(
-        self, worker_group: WorkerGroup, testimonies: list[dict[str, Any]], lost: dict[int, str]
+        self,
+        worker_group: WorkerGroup,
+        testimonies: list[dict[str, Any]],
+        deaths: list[Death],
+        lost: dict[int, str],
     ) -> reports.Report:
         assert self._link is not None
         nodes = self._link.nodes
@@ -186,7 +205,7 @@ class Agent(LocalElasticAgent):  # type: ignore[misc]  # torch is untyped here
         evidence = reports.Evidence(
             cycle=self.cycle,
             testimonies=testimonies,
-            deaths=self._deaths(worker_group),
+            deaths=deaths,
             hangs=self._hub.hangs(),
             logs={worker.global_rank: self._tail(worker) for worker in worker_group.workers},
             hosts={rank: node.host for node in nodes for rank in node.ranks},

@@ -20,7 +20,8 @@ from typing import Any, cast
 
 from resilience.errors import PulseError
 from resilience.pulse import attach
-from resilience.pulse.writer import F, Pulse, Section
+from resilience.pulse.section import F, Section
+from resilience.pulse.writer import Pulse
 
 Timeout = float | timedelta | None
 

@@ -12,10 +12,7 @@ import itertools
 import math
 import threading
 from _thread import get_ident
-from collections.abc import Callable
 from time import monotonic_ns
-from types import TracebackType
-from typing import Any, TypeVar
 
 from resilience.errors import PulseError, SectionError
 from resilience.pulse.page import (
@@ -23,17 +20,9 @@ from resilience.pulse.page import (
     EXPECT,
     FINISH,
     FLAG_ADOPTED,
-    LEAVE,
     MAX_ROWS,
     NAME_BYTES,
-    R_CLOSED,
-    R_EXITS,
-    R_LARGEST,
-    R_OPENED,
-    R_TIMEOUT,
-    R_WARMUP,
     RING,
-    ROW_WORDS,
     UNEXPECT,
     W_BEAT_AT,
     W_BEAT_TIMEOUT,
@@ -52,15 +41,11 @@ from resilience.pulse.page import (
     W_RING,
     W_ROWS,
     W_STEP,
-    W_TABLE,
     W_WHOLE_GAPS,
     WARMUP,
     Page,
 )
-
-F = TypeVar("F", bound=Callable[..., Any])
-COUNTED = 1000  # pauses are counted this far; no timeout needs more samples
-_NOTHING_YET = -1  # smaller than any duration: until warm-up is over, every one takes the slow path that sorts it
+from resilience.pulse.section import COUNTED, NOTHING_YET, Section
 
 
 class Pulse:
@@ -99,12 +84,12 @@ class Pulse:
         self._adopted = False
         self._beats = 0
         self.beat_at = 0
-        self._largest_gap = _NOTHING_YET
-        self._largest_whole = _NOTHING_YET
+        self._largest_gap = NOTHING_YET
+        self._largest_whole = NOTHING_YET
         self.open: set[Section] = set()  # open right now; a set, since threads may lose updates of a count for good
         self.closed_at = 0
         self.pauses = 0
-        self.largest_pause = _NOTHING_YET
+        self.largest_pause = NOTHING_YET
         self.inside = 0
 
     def beat(self, step: int | None) -> None:
@@ -244,156 +229,3 @@ class Pulse:
         """Close every open section of every thread."""
         for row in self.rows:
             row.close()
-
-
-class Section:
-    """A named part of the training code, for one thread; entered from another thread it passes on to that one's own row."""
-
-    __slots__ = (
-        "_bits",
-        "_elsewhere",
-        "_inside",
-        "_largest",
-        "_opened_at",
-        "_pulse",
-        "_row",
-        "_timeout",
-        "_timeouts",
-        "depth",
-        "exits",
-        "name",
-        "owner",
-    )
-
-    def __init__(self, name: str, pulse: Pulse | None = None, index: int = 0) -> None:
-        """Make the row ``index`` of a page, or without a pulse a section that does nothing."""
-        self.name = name
-        self.owner = 0  # no thread: whoever enters it takes the way for others, which ends there without a pulse
-        self.depth = 0
-        self.exits = 0
-        self._pulse = pulse
-        self._elsewhere: dict[int, Section] = {}
-        if pulse is None:
-            return
-        base = W_TABLE + index * ROW_WORDS
-        self._row = pulse.words[base : base + ROW_WORDS]
-        self._timeouts = pulse.page.floats[base : base + ROW_WORDS]
-        self._timeouts[R_TIMEOUT] = math.nan
-        self._timeout: float | None = None
-        self._bits = LEAVE << 8 | index
-        self._opened_at = 0
-        self._inside = 0
-        self._largest = _NOTHING_YET
-
-    def __enter__(self) -> Section:
-        """Open the section, or go one level deeper into it."""
-        if get_ident() != self.owner:
-            return self._enter_elsewhere()
-        depth = self.depth
-        self.depth = depth + 1
-        if not depth:
-            pulse: Pulse = self._pulse  # type: ignore[assignment]  # an owner has one
-            self._row[R_OPENED] = self._opened_at = now = monotonic_ns()
-            self._inside = pulse.inside
-            if not pulse.open:
-                closed_at = pulse.closed_at
-                if not closed_at:
-                    pulse.sign(now)
-                elif now - closed_at > pulse.largest_pause or pulse.pauses < COUNTED:
-                    pulse.pause(now - closed_at)
-            pulse.open.add(self)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Close what was opened last; nothing to do when ``end_all_sections`` came before."""
-        if get_ident() != self.owner:
-            return self._leave_elsewhere()
-        depth = self.depth
-        if depth == 1:
-            self._close()
-        elif depth:
-            self.depth = depth - 1
-        return None
-
-    def _close(self) -> None:
-        self.depth = 0
-        row = self._row
-        pulse: Pulse = self._pulse  # type: ignore[assignment]  # it was opened
-        now = monotonic_ns()
-        took = now - self._opened_at
-        pulse.open.discard(self)
-        if self._opened_at > pulse.beat_at:
-            # Before it shows as closed: a reader in between must not miss it in both places. Nested sections count once.
-            inside = self._inside + took
-            if inside > pulse.inside:
-                pulse.words[W_INSIDE] = pulse.inside = inside
-        row[R_CLOSED] = pulse.closed_at = now
-        row[R_EXITS] = self.exits = self.exits + 1
-        if took > self._largest:
-            self._sample(took)
-        pulse.ring[next(pulse.slots)] = now & EVENT_TIME | self._bits
-
-    def close(self) -> None:
-        """Close the section at whatever depth, from whatever thread."""
-        if self.depth:
-            self._close()
-
-    def enter(self) -> None:
-        """Open the section in this thread."""
-        self.__enter__()
-
-    def _sample(self, took: int) -> None:
-        """Keep a duration that is larger than all before; those of the warm-up apart."""
-        if self.exits <= WARMUP:
-            self._row[R_WARMUP] = max(self._row[R_WARMUP], took)
-        else:
-            self._row[R_LARGEST] = self._largest = took
-
-    def leave(self) -> bool:
-        """Close what was opened last in this thread; False when it is not open here."""
-        mine = self if get_ident() == self.owner else self._elsewhere.get(get_ident())
-        was_open = self._pulse is None or (mine is not None and mine.depth > 0)
-        self.__exit__(None, None, None)
-        return was_open
-
-    def limit(self, timeout: float) -> None:
-        """Give the section a timeout of its own, in seconds, in whatever thread it is open; it holds until another one."""
-        if self._pulse is None:
-            return
-        self._timeout = timeout
-        for row in (self, *list(self._elsewhere.values())):
-            row._timeouts[R_TIMEOUT] = timeout
-
-    def detach(self) -> None:
-        """Become a no-op: this is a forked child, and the page is its parent's."""
-        self._pulse = None
-        self.owner = 0
-        self._elsewhere.clear()
-
-    def _enter_elsewhere(self) -> Section:
-        """Open this thread's own row: a row has one writer."""
-        pulse = self._pulse
-        if pulse is None:
-            return self
-        row = self._elsewhere.get(get_ident())
-        if row is None:
-            row = self._elsewhere[get_ident()] = pulse.borrow(self.name)
-            if self._timeout is not None:
-                row.limit(self._timeout)
-        return row.__enter__()
-
-    def _leave_elsewhere(self) -> None:
-        row = self._elsewhere.get(get_ident())
-        if row is not None and self._pulse is not None:
-            row.__exit__(None, None, None)
-            if not row.depth:
-                del self._elsewhere[get_ident()]
-                self._pulse.give_back(self.name, row)
-
-    def __call__(self, function: F) -> F:
-        """Wrap a function (plain or async) so that each call runs inside the section."""
-        from resilience.pulse.client import within  # noqa: PLC0415 - looked up by name at each call, as ``section`` does
-
-        return within(self.name, function)

@@ -185,3 +185,21 @@ def test_a_launcher_in_the_middle_of_another_jobs_environment_is_its_own(tmp_pat
         assert it.wait() == 0, it.log()
         it.await_note(0, "outer")
         it.assert_nothing_left()
+
+
+def test_a_death_between_our_look_and_torchs_is_reported_too(tmp_path: Path) -> None:
+    """The window is microseconds wide, so the launcher is made blind for once: torch is always first."""
+    blind = tmp_path / "blind.py"
+    blind.write_text(
+        "import sys\nfrom resilience.launcher.agent import Agent\nAgent._look = lambda *_: None\n"
+        "from resilience.launcher.cli import main\nsys.exit(main(sys.argv[1:]))\n"
+    )
+
+    def through_the_blind_one(command: list[str]) -> list[str]:
+        return [command[0], str(blind), *command[3:]]
+
+    with job(tmp_path, TWO, train(200, "load:kill", 1, 5), wrap=through_the_blind_one) as it:
+        assert it.wait() == 0, it.log()
+        culprit = it.report(0)["culprit"]
+        assert (culprit["rank"], culprit["kind"], culprit["step"]) == (1, "signal", 4)
+        assert it.report(0)["victims"] == [0]

@@ -15,8 +15,9 @@ from resilience.config import Settings
 from resilience.launcher.learner import Learner
 from resilience.monitor.verdict import FINE, Life, Verdict, learned_from, verdict
 from resilience.pulse.page import W_ATTACHED, Page
+from resilience.pulse.section import Section
 from resilience.pulse.timeouts import Timeouts
-from resilience.pulse.writer import Pulse, Section
+from resilience.pulse.writer import Pulse
 from tests.fakes import FakeClock, S, writer_time
 
 
