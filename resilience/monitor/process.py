@@ -67,12 +67,23 @@ class Watch:
         self.resumed_ns = 0
         self.warned = False
         self.next_ns: float = 0.0
+        self._raw = b""
+        self._last: tuple[PageView, Verdict]
         self.alarm_ns = 0
         self.ladder: Ladder | None = None
 
     def judge(self, now: int) -> tuple[PageView, Verdict]:
-        view = self.page.read()
-        return view, verdict(view, self.timeouts, now, Life(self.started_ns, self.resumed_ns, self.adopted))
+        """Judge the rank; a page that has not changed keeps its verdict until the next deadline."""
+        raw = self.page.raw()
+        if raw != self._raw or now >= self.next_ns:
+            view = self.page.read()
+            judged = verdict(view, self.timeouts, now, Life(self.started_ns, self.resumed_ns, self.adopted))
+            self._raw, self._last, self.next_ns = raw, (view, judged), judged.next_ns
+        return self._last
+
+    def reconsider(self) -> None:
+        """Judge anew at the next look: something else than the page has changed."""
+        self._raw = b""
 
     def target(self) -> int:
         """The process to testify: the one that holds the page (with ``--no-python`` a child of the one we started)."""
@@ -109,6 +120,7 @@ class Monitor:
             now = time.monotonic_ns()
             if self.watch is not None and now - asleep > wait_ms * 1_000_000 + _LATE_NS:
                 self.watch.resumed_ns = now
+                self.watch.reconsider()
             if self.launcher_pidfd in ready:
                 return self._orphaned()
             if self.sock.fileno() in ready and not self._hear():
@@ -153,6 +165,7 @@ class Monitor:
                 self._tell({"op": "testimony", "id": message["id"], "testimony": None})
         elif op == "limits":
             watch.timeouts, watch.adopted = read_timeouts(message), message["adopted"]
+            watch.reconsider()
         elif op == "testify":
             self._tell({"op": "testimony", "id": message["id"], "testimony": testimony(watch)})
         elif op == "end" and watch.ladder is None:
@@ -171,7 +184,6 @@ class Monitor:
                 watch.ladder = Ladder(watch.first_signal, watch.grace_ns)
             return None
         view, judged = watch.judge(now)
-        watch.next_ns = judged.next_ns
         if judged.kind == FINE or (judged.kind == WARN and watch.warned):
             return self._ping(now, view)
         clock = judged.clock

@@ -156,6 +156,10 @@ class Page:
         start = (W_TABLE + row * ROW_WORDS + R_NAME) * 8
         self._map[start : start + NAME_BYTES] = name.ljust(NAME_BYTES, b"\0")
 
+    def raw(self) -> bytes:
+        """Return the part of the page that is in use, to see whether anything has changed."""
+        return self._map[: (W_TABLE + min(self.words[W_ROWS], MAX_ROWS) * ROW_WORDS) * 8]
+
     def read(self) -> PageView:
         """Read the page. Never blocks and never fails, whatever the writer is doing."""
         words, floats = self.words, self.floats
