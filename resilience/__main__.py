@@ -80,6 +80,9 @@ def print_report(argv: list[str]) -> int:
             f"resilience report: {folder} is not a directory. A run prints its directory at start and end.\n"
         )
         return 2
+    if not any((folder / name).is_dir() for name in ("cycles", "logs")):
+        sys.stderr.write(f"resilience report: {folder} is not a run's directory (it has neither cycles/ nor logs/).\n")
+        return 2
     reports = read_all(folder)
     for report in reports:
         sys.stdout.write(as_text(report, str(folder)) + "\n\n")

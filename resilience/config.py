@@ -78,7 +78,7 @@ class LauncherConfig:
 COMPONENTS = (TimeoutConfig, MonitorConfig, LauncherConfig)
 
 ACCEPTED_WITHOUT_EFFECT = {
-    "node_health_check_interval": "node checks run before every start, not on a clock",
+    "node_health_check_interval": "nothing checks nodes on a clock",
     "restart_check_interval": "the launchers tell each other at once, nothing is polled for restarts",
     "enable_nic_monitor": "there is no NIC monitor; a cut link is found by the launcher's own watchdog",
     "pci_topo_file": "there is no NIC monitor",
@@ -228,7 +228,7 @@ def _positive(raw: Any) -> float:
         raise ValueError("a yes/no value is not a number of seconds")
     value = float(raw)
     if not 0 < value < math.inf:
-        raise ValueError("must be greater than 0, and have an end")
+        raise ValueError("must be greater than 0 and finite")
     return value
 
 

@@ -181,6 +181,7 @@ class Agent(LocalElasticAgent):  # type: ignore[misc]  # torch is untyped here
             return
         testimonies += self._link.collect(timeout)
         deaths = self._deaths(worker_group) if deaths is None else deaths
+        lost = lost | self._link.lost_nodes()
         report = self._compose(worker_group, testimonies, deaths, lost)
         self._link.publish(report)
         self._publish(report)
@@ -202,12 +203,14 @@ class Agent(LocalElasticAgent):  # type: ignore[misc]  # torch is untyped here
             detail = "the job was ended, because --max-restarts is 0; with --max-restarts=N it would be restarted"
         else:
             detail = f"the job was ended: all {worker_group.spec.max_restarts} restarts are used"
+        log_paths = self._log_paths(worker_group)
         evidence = reports.Evidence(
             cycle=self.cycle,
             testimonies=testimonies,
             deaths=deaths,
             hangs=self._hub.hangs(),
-            logs={worker.global_rank: self._tail(worker) for worker in worker_group.workers},
+            logs={rank: tail_of(Path(path)) for rank, path in log_paths.items()},
+            log_paths=log_paths,
             hosts={rank: node.host for node in nodes for rank in node.ranks},
             pids=self._hub.pids(),
             lost={rank: why for node, why in lost.items() for rank in nodes[node].ranks},
@@ -228,7 +231,8 @@ class Agent(LocalElasticAgent):  # type: ignore[misc]  # torch is untyped here
                 found.append(Death(worker.global_rank, code, ended.get(worker.global_rank, time.monotonic_ns())))
         return found
 
-    def _tail(self, worker: Any) -> str:
-        """Return the end of a worker's stderr, wherever it was redirected to."""
-        path = self._pcontext.stderrs.get(worker.local_rank) if self._pcontext is not None else None
-        return tail_of(Path(path)) if path else ""
+    def _log_paths(self, worker_group: WorkerGroup) -> dict[int, str]:
+        """Return where each rank's stderr goes, as far as it is redirected."""
+        paths = self._pcontext.stderrs if self._pcontext is not None else {}
+        found = {worker.global_rank: paths.get(worker.local_rank) for worker in worker_group.workers}
+        return {rank: path for rank, path in found.items() if path and path != os.devnull}

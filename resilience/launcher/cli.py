@@ -22,18 +22,30 @@ from resilience.launcher import lines
 class Parser(argparse.ArgumentParser):
     """A parser whose errors name the nearest flag."""
 
+    def _get_option_tuples(self, option_string: str) -> list[Any]:
+        """Allow abbreviations of torch's flags, as torchrun does, and of none of ours.
+
+        argparse looks for them in the whole command line: ``train.py --workers 4`` must not be taken for one of ours.
+        """
+        found = super()._get_option_tuples(option_string)  # argparse has no public hook for it
+        return [item for item in found if item[0].container is not self.ours]  # type: ignore[attr-defined]
+
+    ours: Any = None
+
     def error(self, message: str) -> NoReturn:
         flags = [flag for action in self._actions for flag in action.option_strings]
         for word in message.rpartition("unrecognized arguments:")[2].split():
             if word.startswith("-"):
-                message += nearest(word.partition("=")[0], flags)
+                message += f".{nearest(word.partition('=')[0], flags)}"
                 break
         super().error(message)
 
 
-def add_settings(parser: argparse.ArgumentParser) -> None:
+def add_settings(parser: Parser) -> None:
     """Add ``--ft-cfg-path`` and a flag for every setting."""
-    group = parser.add_argument_group("resilience", "every setting; `resilience config` prints the values in force")
+    group = parser.ours = parser.add_argument_group(
+        "resilience", "every setting; `resilience config` prints the values in force"
+    )
     group.add_argument(
         *("--ft-cfg-path", "--ft-cfg_path", "--fault-tol-cfg-path"),
         metavar="FILE",
@@ -110,6 +122,8 @@ def _run(args: Any, settings: Settings) -> int:
     from resilience.launcher.launch import Session  # noqa: PLC0415
 
     log = logging.getLogger("resilience.launcher")
+    # Its lines name whoever was ended last; the report names the culprit.
+    logging.getLogger("torch.distributed.elastic.multiprocessing.api").addFilter(lines.says_more_than_the_report)
     torch.multiprocessing._set_thread_name("pt_elastic")
     session = Session(_job(args, settings))
     try:
@@ -125,6 +139,9 @@ def _run(args: Any, settings: Settings) -> int:
     except RendezvousError as error:
         log.error("%s", _rendezvous_failure(error, args))
         return 1
+    else:
+        restarts = max(0, session.agent.cycle) if session.agent else 0
+        log.info("finished: all workers ended with 0, after %s restart%s.", restarts, "s" * (restarts != 1))
     finally:
         session.close()
     return 0

@@ -28,10 +28,10 @@ def hierarchy(settings: Settings, shutdown_timeout: float) -> list[tuple[str, fl
     """Return our deadlines, shortest line of defence first."""
     monitor, launcher = settings.monitor, settings.launcher
     return [
-        ("look at a rank every", monitor.workload_check_interval),
-        ("collect stacks within", monitor.testimony_timeout),
-        ("signal to SIGKILL, hung ranks", monitor.rank_term_timeout),
-        ("signal to SIGKILL, other ranks", shutdown_timeout),
+        ("ranks are looked at every", monitor.workload_check_interval),
+        ("stacks collected within", monitor.testimony_timeout),
+        ("hung rank, signal to SIGKILL", monitor.rank_term_timeout),
+        ("other ranks, signal to SIGKILL", shutdown_timeout),
         ("silent node", launcher.node_silence_timeout),
         ("silent store", launcher.store_silence_timeout),
     ]
@@ -67,7 +67,7 @@ def announce(launch: Any, settings: Settings) -> None:
     """Print the hierarchy and what is wrong with it."""
     _LOG.info(
         "deadlines: %s",
-        ", ".join(f"{what} {_s(value)}" for what, value in hierarchy(settings, launch.shutdown_timeout)),
+        "; ".join(f"{what}: {_s(value)}" for what, value in hierarchy(settings, launch.shutdown_timeout)),
     )
     for note in settings.notes:
         _LOG.warning("%s", note)

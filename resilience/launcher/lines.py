@@ -36,3 +36,8 @@ def set_place(cycle: int, node: int) -> None:
 def speak_through(speak: Callable[[str], object]) -> None:
     """Send the lines through the console's thread, so that a paused terminal can't stop the launcher."""
     _handler.speak = speak
+
+
+def says_more_than_the_report(record: logging.LogRecord) -> bool:
+    """Leave out torch's lines about workers that failed or are sent a signal."""
+    return not record.getMessage().startswith(("failed (exitcode", "Sending process"))

@@ -144,7 +144,9 @@ class Link:
             if others:
                 time.sleep(0.05)
         for node in others:
-            _LOG.warning("node %s (%s) did not testify within %g s.", node, self.nodes[node].host, timeout)
+            host = self.nodes[node].host
+            _LOG.warning("node %s (%s) did not testify within %g s.", node, host, timeout)
+            self._lost[node] = f"the launcher on {host} did not testify within {timeout:g} s; it probably died first"
         return found
 
     def publish(self, report: dict[str, Any]) -> None:

@@ -31,6 +31,8 @@ def make_run_dir(wanted: str | None, run_id: str) -> Path:
         path = _state_folder() / f"{time.strftime('%Y%m%d-%H%M%S')}-{name}-{os.getpid()}"
     try:
         path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if wanted is not None:
+            _set_aside(path, run_id)
     except OSError as error:
         raise ConfigError(
             f"the run's directory {path} can't be made: {error.strerror}. Nothing was started. Give another with --ft-run-dir."
@@ -38,6 +40,21 @@ def make_run_dir(wanted: str | None, run_id: str) -> Path:
     if wanted is None:
         _prune(path.parent)
     return path
+
+
+def _set_aside(path: Path, run_id: str) -> None:
+    """Move what another job left in a directory that is used again into ``earlier/``: no report is ever overwritten by it.
+
+    Launchers of one job share its id, and so a directory on a shared file system.
+    """
+    mark = path / "job"
+    if mark.exists() and mark.read_text(encoding="utf-8") != run_id:
+        earlier = path / "earlier" / time.strftime("%Y%m%d-%H%M%S", time.localtime(mark.stat().st_mtime))
+        earlier.mkdir(parents=True, exist_ok=True)
+        for name in ("cycles", "logs"):
+            if (path / name).exists():
+                (path / name).rename(earlier / name)
+    mark.write_text(run_id, encoding="utf-8")
 
 
 def _state_folder() -> Path:

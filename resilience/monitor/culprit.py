@@ -44,12 +44,13 @@ def blame(
     ``hung``: ranks whose monitor gave a verdict. ``lost``: ranks of nodes that are silent.
     """
     everyone = {int(item["rank"]) for item in testimonies} | {death.rank for death in deaths} | set(hung) | set(lost)
+    if lost and all(death.exit_code > 0 for death in deaths):
+        # Ranks that raise because a peer is gone are its victims; a signal is a cause of its own.
+        return Blame(min(lost), "node", tuple(sorted(everyone - set(lost))))
     if deaths:
         first = min(deaths, key=lambda death: death.at_ns)
         kind = "signal" if first.exit_code < 0 else "exit"
         return Blame(first.rank, kind, _others(everyone, first.rank))
-    if lost:
-        return Blame(min(lost), "node", tuple(sorted(everyone - set(lost))))
     if not testimonies:
         culprit = min(hung) if hung else None
         return Blame(culprit, "hang", _others(everyone, culprit))

@@ -70,6 +70,7 @@ class Watch:
         self._raw = b""
         self._last: tuple[PageView, Verdict]
         self.alarm_ns = 0
+        self.testimony: dict[str, Any] | None = None  # what the rank said when it was found to hang
         self.ladder: Ladder | None = None
 
     def judge(self, now: int) -> tuple[PageView, Verdict]:
@@ -188,7 +189,7 @@ class Monitor:
             return self._ping(now, view)
         clock = judged.clock
         assert clock is not None
-        report = {
+        report: dict[str, Any] = {
             "op": judged.kind,
             "cycle": watch.cycle,
             "clock": clock.name,
@@ -201,6 +202,7 @@ class Monitor:
             "testimony": testimony(watch),
         }
         if judged.kind == HANG:
+            watch.testimony = report["testimony"]
             watch.alarm_ns = now + int((watch.testimony_s + 2.0) * _S)
         else:
             watch.warned = True
@@ -303,18 +305,24 @@ def _seconds(value: float | None) -> float:
 
 
 def testimony(watch: Watch) -> dict[str, Any]:
-    """Have the rank testify."""
+    """Have the rank testify. Where it is comes before its stacks: a stopped rank is continued for them, and moves on.
+
+    After a verdict the testimony that belongs to it is given again: the rank may have moved on since.
+    """
+    if watch.testimony is not None:
+        return watch.testimony
     state = proc.state_of(watch.pid)
-    stack = stacks.collect(watch.target(), watch.stacks_fd, watch.stack_signal, min(2.0, watch.testimony_s))
-    return describe(
+    said = describe(
         watch.page,
         rank=watch.rank,
         pid=watch.pid,
         state=state.state if state else "gone",
         started_ns=watch.started_ns,
         now_ns=time.monotonic_ns(),
-        stack=stack,
+        stack="",
     )
+    said["stack"] = stacks.collect(watch.target(), watch.stacks_fd, watch.stack_signal, min(2.0, watch.testimony_s))
+    return said
 
 
 def main(arguments: list[str]) -> None:

@@ -53,10 +53,12 @@ def collect(pid: int, stacks_fd: int, signum: int, timeout: float) -> str:
 
 
 def without_trampoline(text: str) -> str:
-    """Leave out the frames below the script's own: they are the same in every stack."""
+    """Put the thread that was asked (the main one) first; leave out the frames below the script's own."""
+    helpers, mark, current = text.rpartition("Current thread ")
+    if mark and helpers.strip():
+        text = f"{mark}{current}\n\n{helpers.strip()}"
     kept = [line for line in text.splitlines() if "/resilience/_worker/" not in line]
-    while kept and kept[-1].lstrip().startswith('File "<frozen runpy>"'):
-        kept.pop()
+    kept = [line for line in kept if not line.lstrip().startswith('File "<frozen runpy>"')]
     return "\n".join(kept)
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from resilience.monitor.culprit import Blame, Death, blame
+from resilience.pulse.timeouts import EXIT, HEARTBEAT, INITIAL, OUTSIDE, SECTION
 
 Report = dict[str, Any]
 _STACK_LINES = 24
@@ -34,6 +35,7 @@ class Evidence:
     deaths: Sequence[Death] = ()
     hangs: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
     logs: Mapping[int, str] = field(default_factory=dict)
+    log_paths: Mapping[int, str] = field(default_factory=dict)
     hosts: Mapping[int, str] = field(default_factory=dict)
     pids: Mapping[int, int] = field(default_factory=dict)
     lost: Mapping[int, str] = field(default_factory=dict)
@@ -59,6 +61,7 @@ def compose(evidence: Evidence, action: str, action_detail: str) -> Report:
         "stack": witness.get("stack", "") or last_traceback(log),
         "exit_code": code,
         "log": log.splitlines()[-_LOG_LINES:],
+        "log_path": evidence.log_paths.get(rank),
     }
     return {
         "cycle": evidence.cycle,
@@ -66,7 +69,7 @@ def compose(evidence: Evidence, action: str, action_detail: str) -> Report:
         "victims": list(found.victims),
         "action": action,
         "action_detail": action_detail,
-        "remedy": remedy(kind, culprit),
+        "remedy": remedy(kind, culprit, evidence.hangs.get(rank)),
         "waiting": _waiting(known, found),
         "ranks": known,
     }
@@ -83,11 +86,11 @@ def _cause(rank: int, code: int | None, witness: Mapping[str, Any], evidence: Ev
             last_exception(evidence.logs.get(rank, "")) if code == 1 else ""
         )  # what Python ends with on an exception
         return ("exception", raised) if raised else ("exit", f"ended with exit code {code}")
+    stopped = "stopped by a signal, " if witness.get("state") in ("T", "t") else ""
     if rank in evidence.hangs:
-        return "hang", str(evidence.hangs[rank]["message"])
+        return "hang", stopped + str(evidence.hangs[rank]["message"])
     others = ", ".join(str(other) for other in sorted(evidence.hangs))
-    stopped = " (stopped by a signal)" if witness.get("state") in ("T", "t") else ""
-    return "hang", f"furthest behind{stopped}: {_place(witness)}; rank {others} ran into a timeout waiting for it"
+    return "hang", f"{stopped}furthest behind: {_place(witness)}; rank {others} ran into a timeout waiting for it"
 
 
 def _place(witness: Mapping[str, Any]) -> str:
@@ -103,6 +106,7 @@ def _waiting(testimonies: Sequence[Mapping[str, Any]], found: Blame) -> str:
     for item in testimonies:
         if item["rank"] in found.victims:
             inner = f"in {item['sections'][-1]['name']!r}" if item["sections"] else "in no section"
+            inner = "ended already" if item["state"] == "gone" else inner
             places.setdefault(inner, []).append(int(item["rank"]))
     return "; ".join(f"{ranks_in_words(ranks)} {place}" for place, ranks in places.items())
 
@@ -119,24 +123,45 @@ def ranks_in_words(ranks: Sequence[int]) -> str:
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(words)
 
 
-def remedy(kind: str, culprit: Mapping[str, Any]) -> str:
+_FLAGS = {
+    INITIAL: "--ft-initial-rank-heartbeat-timeout=SECONDS",
+    HEARTBEAT: "expect_heartbeats(timeout=SECONDS) or --ft-rank-heartbeat-timeout=SECONDS",
+    OUTSIDE: "--ft-rank-out-of-section-timeout=SECONDS",
+    EXIT: "--ft-rank-exit-timeout=SECONDS",
+}
+
+
+def remedy(kind: str, culprit: Mapping[str, Any], hang: Mapping[str, Any] | None = None) -> str:
     """Say what to do."""
     if kind == "hang":
-        where = (
-            f"section {culprit['sections'][-1]['name']!r}" if culprit["sections"] else "the frame on top of the stack"
-        )
-        advice = (
-            f"Look at {where}. If it is only slow, give it a longer timeout (section(timeout=…) or --ft-…-timeout)."
-        )
-    elif kind == "signal" and culprit["exit_code"] == -signal.SIGKILL:
-        advice = "Nobody here sent it: look at the kernel's log for the OOM killer, and at who else may end processes."
-    elif kind == "signal":
-        advice = "Look at the last lines of the rank's log; a crash in native code leaves its trace there."
-    elif kind == "node":
-        advice = "Look at the node and its network; the launcher on it does not answer."
+        return _hang_remedy(culprit, hang or {})
+    if kind == "signal" and culprit["exit_code"] == -signal.SIGKILL:
+        return "This launcher did not send it: look at the kernel's log for the OOM killer, and at who else may end processes."
+    if kind == "node":
+        return "Look at the node and its network; the launcher on it does not answer."
+    if kind == "exception":
+        return "Look at the innermost frame of your own code in the traceback."
+    if not culprit["log"]:
+        return "It wrote nothing to stderr. Look for os._exit and for crashes in native code (PYTHONFAULTHANDLER=1)."
+    return "Look at the last lines of the rank's log."
+
+
+def _hang_remedy(culprit: Mapping[str, Any], hang: Mapping[str, Any]) -> str:
+    if "stopped by a signal" in culprit["message"]:
+        return "Somebody stopped this process (SIGSTOP, a debugger, a freezer); it was continued to testify, and ended."
+    inner = culprit["sections"][-1]["name"] if culprit["sections"] else None
+    clock = str(hang.get("clock") or (SECTION + inner if inner else ""))
+    if clock.startswith(SECTION):
+        name = clock[len(SECTION) :]
+        where = f"section {name!r}"
+        longer = f"section({name!r}, timeout=SECONDS) or --ft-rank-section-timeouts={name}:SECONDS"
     else:
-        advice = "Look at the last lines of the rank's log."
-    return advice
+        where = "the top of the stack"
+        longer = _FLAGS.get(clock, "a timeout of its own")
+    doubled = (
+        " A learned timeout is doubled in the next cycle." if hang.get("source") in ("learned", "unlearned") else ""
+    )
+    return f"Look at {where}. If it is only slow, give it longer: {longer}.{doubled}"
 
 
 def _signal_name(number: int) -> str:
@@ -181,10 +206,11 @@ def as_text(report: Report, run_dir: str) -> str:
         lines.append(f"victims   {report['waiting'] or ranks_in_words(report['victims'])}")
     if culprit["stack"]:
         stack = culprit["stack"].splitlines()
-        lines += ["stack", *(f"    {line}" for line in stack[:_STACK_LINES])]
-        lines += ["    …"] if len(stack) > _STACK_LINES else []
+        lines += ["stack", *(f"    {line}" for line in _short(stack))]
     elif culprit["log"]:
         lines += ["last lines of its log", *(f"    {line}" for line in culprit["log"])]
+    if culprit.get("log_path"):
+        lines.append(f"log       {culprit['log_path']}")
     lines += [
         f"done      {report['action_detail']}",
         f"to do     {report['remedy']}",
@@ -193,6 +219,15 @@ def as_text(report: Report, run_dir: str) -> str:
     width = 78
     title = f" cycle {report['cycle']} failed "
     return "\n".join([title.center(width, "="), *lines, "=" * width])
+
+
+def _short(stack: list[str]) -> list[str]:
+    """Return the first thread of a stack; of a very long one its innermost and outermost frames."""
+    first = stack[: stack.index("")] if "" in stack else stack
+    others = stack.count("")
+    if len(first) > _STACK_LINES:
+        first = [*first[: _STACK_LINES // 2], "  …", *first[-_STACK_LINES // 2 :]]
+    return [*first, f"(and {others} more in the report)"] if others else first
 
 
 def write(report: Report, run_dir: Path) -> None:

@@ -27,7 +27,7 @@ def run_to_verdict(
     [
         ("load:sleep", ["--ft-rank-section-timeouts=load:1.5"], "in section 'load'"),
         ("load:gil", ["--ft-rank-section-timeouts=load:1.5"], "in section 'load'"),
-        ("load:stop", ["--ft-rank-section-timeouts=load:1.5"], "in section 'load'"),
+        ("load:stop", ["--ft-rank-section-timeouts=load:1.5"], "stopped by a signal, in section 'load'"),
         ("load:ignore-term", ["--ft-rank-section-timeouts=load:1.5", "--ft-rank-term-timeout=1"], "in section 'load'"),
         ("setup:sleep", ["--ft-rank-section-timeouts=setup:1.5"], "in section 'setup'"),
         ("epoch:loop", ["--ft-rank-section-timeouts=epoch:4"], "in section 'epoch'"),
@@ -154,3 +154,15 @@ def test_an_exception_is_quoted(tmp_path: Path) -> None:
     culprit = report["culprit"]
     assert isinstance(culprit, dict)
     assert (culprit["rank"], culprit["kind"], culprit["message"]) == (1, "exception", "ValueError: bad batch")
+
+
+def test_a_stopped_rank_is_the_culprit_as_it_was_when_it_was_found(tmp_path: Path) -> None:
+    """It is continued to testify and moves on; the report shows where it stood still."""
+    script = [str(WORKLOADS / "two_nodes.py"), "60", "stop", "20"]
+    report = run_to_verdict(tmp_path, ["--ft-rank-section-timeouts=load:2,step:2"], script)
+    culprit = report["culprit"]
+    assert isinstance(culprit, dict)
+    assert (culprit["rank"], culprit["kind"], culprit["step"]) == (1, "hang", 19)
+    assert "stopped by a signal" in culprit["message"]
+    assert [item["name"] for item in culprit["sections"]] == ["load"]
+    assert "Somebody stopped this process" in str(report["remedy"])

@@ -112,3 +112,15 @@ def test_a_node_whose_launcher_falls_silent_is_named_and_may_come_back(tmp_path:
         assert (report["culprit"]["rank"], report["culprit"]["kind"]) == (1, "node")
         os.kill(silent.pid, signal.SIGCONT)
         assert [it.wait() for it in both] == [0, 0], both[0].log() + both[1].log()
+
+
+def test_a_node_that_is_lost_at_once_is_named_and_not_the_ranks_that_miss_it(tmp_path: Path) -> None:
+    """Its launcher is killed; the other node's rank raises within milliseconds, long before any silence is noticed."""
+    options = ["--max-restarts=1", "--ft-testimony-timeout=2"]
+    with nodes(tmp_path, 2, options, [SCRIPT, "100000", "none", "0"]) as both:
+        wait_for(lambda: all(any(n[1] == "step-10" for it in both for n in it.notes(r)) for r in range(2)), "ten steps")
+        os.kill(both[1].pid, signal.SIGKILL)
+        culprit = both[0].report(0)["culprit"]
+        assert (culprit["rank"], culprit["kind"]) == (1, "node")
+        assert "probably died first" in culprit["message"]
+        assert both[0].report(0)["victims"] == [0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import signal
 import subprocess
@@ -309,3 +310,20 @@ def test_help_of_config_shows_every_flag(capsys: pytest.CaptureFixture[str]) -> 
     assert leaving.value.code == 0
     text = capsys.readouterr().out
     assert all(f"--ft-{name.replace('_', '-')}" in text for name in config.parameters())
+
+
+@pytest.mark.spawns
+def test_script_arguments_are_the_scripts_even_if_they_begin_like_our_flags(tmp_path: Path) -> None:
+    """argparse looks for abbreviations in the whole command line, what follows the script included."""
+    from resilience.launcher.cli import Parser, add_settings
+
+    parser = Parser()
+    add_settings(parser)
+    flags = [flag for action in parser.ours._group_actions for flag in action.option_strings]
+    prefixes = sorted({flag[:length] for flag in flags for length in (5, 8, 12, len(flag))})
+    script = tmp_path / "echo.py"
+    script.write_text("import json, sys\nprint(json.dumps(sys.argv[1:]))\n")
+    command = [sys.executable, "-m", "resilience.run", f"--ft-run-dir={tmp_path / 'run'}", str(script), *prefixes]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.removeprefix("[c0 n0 r0] ")) == prefixes

@@ -15,10 +15,10 @@ def test_defaults_have_no_problem() -> None:
 
 def test_hierarchy_names_every_deadline_of_ours() -> None:
     named = dict(hierarchy(Settings(), shutdown_timeout=30.0))
-    assert named["look at a rank every"] == 0.2
-    assert named["collect stacks within"] == 5.0
-    assert named["signal to SIGKILL, hung ranks"] == 10.0
-    assert named["signal to SIGKILL, other ranks"] == 30.0
+    assert named["ranks are looked at every"] == 0.2
+    assert named["stacks collected within"] == 5.0
+    assert named["hung rank, signal to SIGKILL"] == 10.0
+    assert named["other ranks, signal to SIGKILL"] == 30.0
     assert (named["silent node"], named["silent store"]) == (60.0, 60.0)
 
 
@@ -61,7 +61,7 @@ def test_announcement_prints_the_hierarchy_its_problems_and_notes(caplog: pytest
     announce(SimpleNamespace(shutdown_timeout=30), settings)
     levels = [(record.levelno, record.getMessage()) for record in caplog.records]
     assert levels[0][0] == logging.INFO
-    assert "signal to SIGKILL, hung ranks 10 s" in levels[0][1]
+    assert "hung rank, signal to SIGKILL: 10 s" in levels[0][1]
     warnings = [text for level, text in levels if level == logging.WARNING]
     assert any("restart_check_interval" in text for text in warnings)
     assert any("rank_heartbeat_timeout is 0.1 s" in text for text in warnings)

@@ -171,3 +171,14 @@ def test_scratch_of_a_live_launcher_in_another_container_is_left_alone(runtime: 
     subprocess.run(other, check=True, timeout=60)
     assert mine.path.exists()
     mine.remove()
+
+
+def test_directory_used_by_another_job_is_set_aside_and_never_overwritten(tmp_path: Path) -> None:
+    first = rundir.make_run_dir(str(tmp_path), "job-1")
+    (first / "cycles").mkdir()
+    (first / "cycles" / "0.json").write_text("{}")
+    assert rundir.make_run_dir(str(tmp_path), "job-1") == first  # another node of the same job
+    assert (first / "cycles" / "0.json").exists()
+    rundir.make_run_dir(str(tmp_path), "job-2")
+    assert not (first / "cycles").exists()
+    assert [path.name for path in (first / "earlier").rglob("*.json")] == ["0.json"]

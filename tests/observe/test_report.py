@@ -188,7 +188,7 @@ def test_text_shows_the_log_where_there_is_no_stack_and_cuts_a_long_stack() -> N
     deep = witness(0, stack="\n".join(f"  File 'a.py', line {n} in f" for n in range(500)))
     cut = as_text(report(Evidence(0, [deep], hangs={0: {"message": "…"}})), "/r")
     assert len(cut.splitlines()) < 40
-    assert re.search(r"^    …$", cut, re.MULTILINE)
+    assert re.search(r"^ +…$", cut, re.MULTILINE)
 
 
 def test_victims_in_different_places_are_grouped() -> None:

@@ -1,6 +1,6 @@
 """A gloo training loop over several nodes, with a fault on the last rank in cycle 0.
 
-two_nodes.py STEPS FAULT STEP      FAULT: none, hang, kill
+two_nodes.py STEPS FAULT STEP      FAULT: none, hang, stop, kill
 """
 
 import os
@@ -35,6 +35,8 @@ with resilience.expect_heartbeats():
             if cycle == 0 and last and step == at and fault == "hang":
                 note("fault")
                 time.sleep(1000)
+            if cycle == 0 and last and step == at and fault == "stop":
+                os.kill(os.getpid(), signal.SIGSTOP)
             if cycle == 0 and last and step == at and fault == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
         with resilience.section("step"):
