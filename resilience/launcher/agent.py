@@ -23,6 +23,7 @@ from typing import Any
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from resilience import config
 from resilience.launcher import lines
@@ -59,7 +60,10 @@ class Agent(LocalElasticAgent):  # type: ignore[misc]  # torch is untyped here
         self.cycle = -1
         self._link: Link | None = None
         self._attended = False
-        self._watchdog = Watchdog(on_stuck, hub.settings.launcher.store_silence_timeout, self._store_silence)
+        self._condemned: dict[int, int] = {}
+        self._on_stuck = on_stuck
+        loop_limit = max(hub.settings.launcher.store_silence_timeout, 2 * spec.monitor_interval + 10)
+        self._watchdog = Watchdog(on_stuck, loop_limit, self._store_silence)
 
     # -- torch's hooks ----------------------------------------------------------------------------------------------
 
@@ -74,6 +78,7 @@ class Agent(LocalElasticAgent):  # type: ignore[misc]  # torch is untyped here
         pids: dict[int, Any] = super()._start_workers(worker_group)
         self._hub.attach(pids)
         self._attended = False
+        self._condemned = {}
         ranks = reports.ranks_in_words([worker.global_rank for worker in worker_group.workers])
         _LOG.info("%s of %s started.", ranks, worker_group.workers[0].world_size)
         return pids
@@ -85,7 +90,16 @@ class Agent(LocalElasticAgent):  # type: ignore[misc]  # torch is untyped here
         result = super()._monitor_workers(worker_group)
         if result.state == WorkerState.FAILED and not self._attended:
             self._look_back(worker_group, result)
+        if self._condemned and result.state != WorkerState.FAILED:
+            # They were ended by us for a hang, and may have left with 0: that is no success.
+            return RunResult(WorkerState.FAILED, failures=self._failures())
         return result
+
+    def _failures(self) -> dict[int, ProcessFailure]:
+        pids = self._condemned.items()
+        return {
+            rank: ProcessFailure(local_rank=0, pid=pid, exitcode=-signal.SIGTERM, error_file="") for rank, pid in pids
+        }
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         self._shutdown(timeout=int(self._stop_grace))
@@ -157,9 +171,16 @@ class Agent(LocalElasticAgent):  # type: ignore[misc]  # torch is untyped here
             self._testify_and_report(worker_group, lost)
         monitor = self._hub.settings.monitor
         if deaths and not hangs:
-            self._hub.end_ranks(signal.SIGTERM, self._stop_grace)
+            self._end(signal.SIGTERM, self._stop_grace)
         else:
-            self._hub.end_ranks(monitor.rank_termination_signal, monitor.rank_term_timeout)
+            self._condemned = self._hub.pids()
+            self._end(monitor.rank_termination_signal, monitor.rank_term_timeout)
+
+    def _end(self, signum: int, grace: float) -> None:
+        """End the ranks. Without them gone nothing can be restarted here: the devices are held."""
+        with self._watchdog.phase("the workers did not stop", grace + _BARRIER_MARGIN_S):
+            if not self._hub.end_ranks(signum, grace):
+                self._on_stuck("a rank could not be ended, not even with SIGKILL")
 
     def _look_back(self, worker_group: WorkerGroup, result: RunResult) -> None:
         """Report a death that came between our look and torch's: torch has ended the others already."""
@@ -179,7 +200,7 @@ class Agent(LocalElasticAgent):  # type: ignore[misc]  # torch is untyped here
         testimonies = self._hub.testify(timeout)
         if not owner and self._link.await_report(3 * timeout) is not None:
             return
-        testimonies += self._link.collect(timeout)
+        testimonies += self._link.collect(timeout + 2.0)  # a node that waits for a stopped monitor needs all of it
         deaths = self._deaths(worker_group) if deaths is None else deaths
         lost = lost | self._link.lost_nodes()
         report = self._compose(worker_group, testimonies, deaths, lost)

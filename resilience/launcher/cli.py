@@ -7,8 +7,11 @@ meaning. On top: ``--ft-cfg-path`` and one ``--ft-<name>`` per setting. An unkno
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import math
+import os
+import signal
 import sys
 import uuid
 from typing import Any, NoReturn
@@ -96,6 +99,7 @@ def main(argv: list[str]) -> int:
         )
     from torch.distributed.run import get_args_parser  # noqa: PLC0415 - `resilience --help` and `config` need no torch
 
+    _open_missing_streams()
     parser = Parser(
         prog="resilience run",
         description="Start a training script on this node and keep it running: torchrun, with a monitor per rank.",
@@ -117,7 +121,7 @@ def _run(args: Any, settings: Settings) -> int:
     import torch  # noqa: PLC0415
     from torch.distributed.elastic.multiprocessing import SignalException  # noqa: PLC0415
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record  # noqa: PLC0415
-    from torch.distributed.elastic.rendezvous import RendezvousError  # noqa: PLC0415
+    from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousError  # noqa: PLC0415
 
     from resilience.launcher.launch import Session  # noqa: PLC0415
 
@@ -138,13 +142,29 @@ def _run(args: Any, settings: Settings) -> int:
         return 130
     except RendezvousError as error:
         log.error("%s", _rendezvous_failure(error, args))
+        if isinstance(error, RendezvousConnectionError) and session.agent is not None and session.agent.cycle >= 0:
+            return session.report_cut_off("the rendezvous store is gone")
         return 1
     else:
         restarts = max(0, session.agent.cycle) if session.agent else 0
         log.info("finished: all workers ended with 0, after %s restart%s.", restarts, "s" * (restarts != 1))
     finally:
+        for name in args.signals_to_handle.split(","):  # one more signal must not stop the cleaning up
+            with contextlib.suppress(AttributeError, ValueError, OSError):
+                signal.signal(getattr(signal, name.strip()), signal.SIG_IGN)
         session.close()
     return 0
+
+
+def _open_missing_streams() -> None:
+    """Give a process that was started without stdin, stdout or stderr the null device there, before a socket gets the number."""
+    for fd in range(3):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+    sys.stdout = sys.stdout or open(1, "w", closefd=False)  # noqa: SIM115 - for the life of the process
+    sys.stderr = sys.stderr or open(2, "w", closefd=False)  # noqa: SIM115
 
 
 def _rendezvous_failure(error: Exception, args: Any) -> str:

@@ -18,10 +18,12 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from resilience.config import Settings
+from resilience.launcher.desk import Desk
 from resilience.launcher.learner import Learner
 from resilience.launcher.post import Post
 from resilience.monitor import proc
@@ -32,6 +34,9 @@ from resilience.pulse.timeouts import Limit, from_json
 _LOG = logging.getLogger("resilience.launcher")
 _SILENT_S = 15.0  # a monitor that said nothing for this long is stopped or broken: it is replaced
 _LIMITS_EVERY_S = 1.0
+_TURN_S = 0.5
+_LATE_S = 2.0
+_QUIET_MONITOR_S = 2.5  # they say something every second; one that has not is not trusted with a signal
 
 
 class Hub:
@@ -47,13 +52,13 @@ class Hub:
         self._limits_stale = False
         self._limits_sent = 0.0
         self._requests = 0
+        self._resumed_ns = 0
         self._selector = selectors.DefaultSelector()
         self._wake_r, self._wake_w = socket.socketpair()
         self._wake_r.setblocking(False)
         self._selector.register(self._wake_r, selectors.EVENT_READ, self._hear_nothing)
         self.socket_path = str(scratch / "socket")
-        self._server = channel.listen(self.socket_path)
-        self._selector.register(self._server, selectors.EVENT_READ, self._accept)
+        self._desk = Desk(self.socket_path, self._selector, self._posts, self.learner, self._limits_changed)
         self._launcher_pidfd = os.pidfd_open(os.getpid())
         for post in self._posts:
             self._start_monitor(post)
@@ -106,24 +111,26 @@ class Hub:
             asked = [post for post in self._posts if post.alive() and post.sock is not None]
             for post in asked:
                 self._tell(post, {"op": "testify", "id": request})
-            self._changed.wait_for(lambda: all(post.answered == request or not post.alive() for post in asked), timeout)
-            answers = [post.testimony if post.answered == request else None for post in self._posts]
+            self._changed.wait_for(lambda: all(post.answered >= request or not post.alive() for post in asked), timeout)
+            answers = [post.testimony if post.answered >= request else None for post in self._posts]
             found = [answer or post.last_known() for answer, post in zip(answers, self._posts, strict=True)]
             return [item for item in found if item is not None]
 
-    def end_ranks(self, signum: int, grace: float, patience: float = 5.0) -> None:
+    def end_ranks(self, signum: int, grace: float, patience: float = 5.0) -> bool:
         """End every rank of this node: ``signum``, after ``grace`` SIGKILL. Returns when all are gone, or gives up on a
-        rank that even SIGKILL does not end (it is in the kernel), and says so."""
+        rank that even SIGKILL does not end (it is in the kernel), says so and returns False."""
         with self._changed:
             for post in self._posts:
                 if post.alive():
                     self._tell(post, {"op": "end", "signal": int(signum), "grace": grace})
+                    if post.sock is None or time.monotonic() - post.heard > _QUIET_MONITOR_S:
+                        proc.signal_group(post.pid, post.started_ticks, signum)
             gone = self._wait_gone(grace + 1.0)
             for post in self._posts:
                 if not post.alive() and post.pid:
                     proc.sweep_session(post.pid, post.started_ticks)
             if gone:
-                return
+                return True
             for post in self._posts:  # a monitor that is stopped or dead does not climb: we do
                 if post.alive():
                     proc.signal_group(post.pid, post.started_ticks, signal.SIGKILL)
@@ -131,6 +138,8 @@ class Hub:
             if not self._wait_gone(patience):
                 stuck = [post.rank for post in self._posts if post.alive()]
                 _LOG.error("ranks %s did not end at SIGKILL; they hang in the kernel and are left behind.", stuck)
+                return False
+            return True
 
     def _wait_gone(self, timeout: float) -> bool:
         deadline = time.monotonic() + timeout
@@ -151,12 +160,11 @@ class Hub:
         self._thread.join(5.0)
         for post in self._posts:
             post.close()
-        self._server.close()
+        self._desk.close()
         self._wake_r.close()
         self._wake_w.close()
         os.close(self._launcher_pidfd)
         self._selector.close()
-        Path(self.socket_path).unlink(missing_ok=True)
 
     def learn(self, table: Any) -> None:
         """Take in what other nodes have learned."""
@@ -168,16 +176,32 @@ class Hub:
 
     def _run(self) -> None:
         while not self._closing:
-            for key, _ in self._selector.select(0.5):
-                with self._changed:
-                    try:
-                        key.data(key.fileobj)
-                    except Exception:  # noqa: BLE001 - a thread's boundary: one bad message must not deafen the launcher
-                        _LOG.exception("a message could not be handled")
-                    self._changed.notify_all()
-            with self._changed:
-                self._look_after_monitors()
-                self._send_limits()
+            before = time.monotonic()
+            ready = self._selector.select(_TURN_S)
+            if time.monotonic() - before > _TURN_S + _LATE_S:
+                self._come_back()
+            for key, _ in ready:
+                self._guarded(lambda key=key: key.data(key.fileobj))  # type: ignore[misc]
+            self._guarded(self._look_after_monitors)
+            self._guarded(self._desk.look_after)
+            self._guarded(self._send_limits)
+
+    def _guarded(self, act: Callable[[], None]) -> None:
+        """Do one thing under the lock. This is a thread's boundary: one bad message, or no memory for a process, must not
+        deafen the launcher for good."""
+        with self._changed:
+            try:
+                act()
+            except Exception:  # noqa: BLE001
+                _LOG.exception("something went wrong beside the workers; it is tried again")
+            self._changed.notify_all()
+
+    def _come_back(self) -> None:
+        """We were stopped or frozen, and so perhaps was everybody: nobody is late by that."""
+        with self._changed:
+            self._resumed_ns = time.monotonic_ns()
+            for post in self._posts:
+                post.heard = time.monotonic()
 
     def _wake(self) -> None:
         with contextlib.suppress(OSError):
@@ -186,89 +210,34 @@ class Hub:
     def _hear_nothing(self, sock: socket.socket) -> None:
         sock.recv(64)
 
-    def _accept(self, server: socket.socket) -> None:
-        try:
-            connection, _ = server.accept()
-        except OSError:
-            return
-        connection.setblocking(False)
-        self._selector.register(connection, selectors.EVENT_READ, self._hear_worker)
-
-    def _hear_worker(self, connection: socket.socket) -> None:
-        """Answer one worker's one request. Whatever it sends can't hurt: it is JSON, and bounded."""
-        try:
-            received = channel.receive(connection)
-            if received is not None:
-                message, fds = received
-                for fd in fds:
-                    os.close(fd)
-                self._answer(connection, message)
-        except OSError:
-            pass
-        finally:
-            self._selector.unregister(connection)
-            connection.close()
-
-    def _answer(self, connection: socket.socket, message: channel.Message) -> None:
-        post = next((item for item in self._posts if item.rank == message.get("rank")), None)
-        if post is None or message.get("cycle") != post.cycle:
-            channel.send(connection, {"error": "this rank is not of the current cycle"})
-            return
-        op = message.get("op")
-        if op == "hello":
-            pid = message.get("pid")
-            if post.page is None or (post.holder is not None and post.holder != pid):
-                channel.send(connection, {"error": "another process of this rank holds the page"})
-            else:
-                post.holder = pid
-                channel.send(connection, {"ok": True}, (post.page.fd, post.stacks_fd))
-        elif op == "timeouts":
-            self._read_pages()
-            channel.send(connection, self.learner.answer())
-        elif op == "load":
-            self.learner.merge(from_json(message.get("learned")))
-            self._limits_stale = True
-            channel.send(connection, {"ok": True})
-        elif op == "calculated":
-            limits = message.get("limits")
-            if isinstance(limits, dict):
-                self.learner.calculate(
-                    {name: value for name, value in limits.items() if isinstance(value, (int, float))}
-                )
-                self._limits_stale = True
-            channel.send(connection, {"ok": True})
-        else:
-            channel.send(connection, {"error": f"unknown request {op!r}"})
-
-    def _read_pages(self) -> None:
-        """Bring the learner up to date at once, without waiting for the monitors' next status."""
-        for post in self._posts:
-            table = post.seen()
-            if table and self.learner.see((post.cycle, post.rank), table):
-                self._limits_stale = True
-
     # -- monitors -------------------------------------------------------------------------------------------------
 
     def _start_monitor(self, post: Post) -> None:
         ours, theirs = channel.pair()
-        ours.setblocking(False)
         boot = Path(proc.__file__).with_name("__main__.py")
-        post.process = subprocess.Popen(
-            [
-                sys.executable,
-                "-I",
-                "-S",
-                str(boot),
-                str(theirs.fileno()),
-                str(self._launcher_pidfd),
-                str(self._scratch),
-            ],
-            pass_fds=(theirs.fileno(), self._launcher_pidfd),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        theirs.close()
+        command = [
+            sys.executable,
+            "-I",
+            "-S",
+            str(boot),
+            str(theirs.fileno()),
+            str(self._launcher_pidfd),
+            str(self._scratch),
+        ]
+        try:
+            post.process = subprocess.Popen(
+                command,
+                pass_fds=(theirs.fileno(), self._launcher_pidfd),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        except OSError:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        ours.setblocking(False)
         post.sock = ours
         post.heard = time.monotonic()
         self._selector.register(ours, selectors.EVENT_READ, lambda _: self._hear_monitor(post))
@@ -283,6 +252,7 @@ class Hub:
             "rank": post.rank,
             "pid": post.pid,
             "started_ns": post.started_ns,
+            "resumed_ns": self._resumed_ns,
             "interval": config.workload_check_interval,
             "first_signal": int(config.rank_termination_signal),
             "grace": config.rank_term_timeout,
@@ -352,9 +322,12 @@ class Hub:
             if post.sock is None and process is not None:
                 process.kill()
                 process.wait()
-                _LOG.warning("the monitor of rank %s ended (%s); a new one was started.", post.rank, process.returncode)
                 self._start_monitor(post)
                 self._attach(post)
+                _LOG.warning("the monitor of rank %s ended (%s); a new one was started.", post.rank, process.returncode)
+
+    def _limits_changed(self) -> None:
+        self._limits_stale = True
 
     def _send_limits(self) -> None:
         if self._limits_stale and time.monotonic() - self._limits_sent >= _LIMITS_EVERY_S:

@@ -168,6 +168,14 @@ class Session:
 
     def cut_off(self, why: str) -> None:
         """End this node: its launcher is stuck. Runs in the watchdog's thread; the main thread may never return."""
+        self.report_cut_off(why)
+        monitor = self.job.settings.monitor
+        self.hub.end_ranks(monitor.rank_termination_signal, monitor.rank_term_timeout)
+        self.close()
+        os._exit(EXIT_CUT_OFF)
+
+    def report_cut_off(self, why: str) -> int:
+        """Report that this node is cut off; return the exit code that says so."""
         testimonies = self.hub.testify(self.job.settings.monitor.testimony_timeout)
         pids, host = self.hub.pids(), os.uname().nodename
         evidence = reports.Evidence(
@@ -181,11 +189,8 @@ class Session:
         done = f"the workers of this node were ended, the launcher ends with exit code {EXIT_CUT_OFF}"
         report = reports.compose(evidence, "stop", done)
         self._keep(report)
-        monitor = self.job.settings.monitor
-        self.hub.end_ranks(monitor.rank_termination_signal, monitor.rank_term_timeout)
         self.last_words = report
-        self.close()
-        os._exit(EXIT_CUT_OFF)
+        return EXIT_CUT_OFF
 
     def close(self) -> None:
         """Take everything down, in order; show what there is to say last."""

@@ -22,6 +22,8 @@ from resilience.pulse.timeouts import (
     to_json,
 )
 
+_MAX_NAMES = 512
+
 
 class Learner:
     """Holds given and learned timeouts for the whole life of the launcher: restarts of ranks do not lose them."""
@@ -46,6 +48,9 @@ class Learner:
         """Take in what another node or an earlier run has seen; True when something changed."""
         self.adopted = self.adopted or INITIAL in table
         merged = merge(self.learned, table)
+        if len(merged) > _MAX_NAMES:  # names with numbers in them; what is known already stays
+            known = self.learned or dict(list(merged.items())[:_MAX_NAMES])
+            merged = {name: samples for name, samples in merged.items() if name in known}
         changed = merged != self.learned
         self.learned = merged
         return changed

@@ -7,9 +7,13 @@ import sys
 from collections.abc import Callable
 
 
+def _to_stderr(text: str) -> None:
+    sys.stderr.write(text)
+
+
 class _Lines(logging.Handler):
     place = "start"
-    speak: Callable[[str], object] = staticmethod(sys.stderr.write)
+    speak: Callable[[str], object] = staticmethod(_to_stderr)
 
     def emit(self, record: logging.LogRecord) -> None:
         level = "" if record.levelno <= logging.INFO else f"{record.levelname.lower()}: "

@@ -93,6 +93,7 @@ class Link:
         self._counter = 0
         self._seen: dict[int, tuple[bytes, float]] = {}
         self._learned_at = 0.0
+        self._looked_at = time.monotonic()
         self._answered = time.monotonic()
         self._lost: dict[int, str] = {}
         self._stop = threading.Event()
@@ -143,11 +144,23 @@ class Link:
                     others.remove(node)
             if others:
                 time.sleep(0.05)
+        silent = self._without_pulse(others)
         for node in others:
             host = self.nodes[node].host
             _LOG.warning("node %s (%s) did not testify within %g s.", node, host, timeout)
-            self._lost[node] = f"the launcher on {host} did not testify within {timeout:g} s; it probably died first"
+            if node in silent:
+                self._lost[node] = (
+                    f"the launcher on {host} did not testify within {timeout:g} s; it probably died first"
+                )
         return found
+
+    def _without_pulse(self, nodes: list[int]) -> list[int]:
+        """Return those of ``nodes`` whose counter stands still: they are not slow, they are gone."""
+        if not nodes:
+            return []
+        before = [self._read(f"alive/{node}") for node in nodes]
+        time.sleep(4 * _TICK_S)
+        return [node for node, value in zip(nodes, before, strict=True) if self._read(f"alive/{node}") == value]
 
     def publish(self, report: dict[str, Any]) -> None:
         """Give the report to the other nodes."""
@@ -204,10 +217,11 @@ class Link:
 
     def _look_for_silence(self) -> None:
         now = time.monotonic()
+        self._looked_at, looked_at = now, self._looked_at
         limit = self._hub.settings.launcher.node_silence_timeout
         for node, text in enumerate(self._read_all("alive"), 1):
             value, since = self._seen.get(node, (b"", now))
-            if value != text:
+            if value != text or now - looked_at > 4 * _TICK_S:  # or we were stopped ourselves
                 since = now
             self._seen[node] = (text, since)
             if now - since > limit and node not in self._lost:

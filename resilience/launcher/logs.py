@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import logging
 import os
 import threading
 from pathlib import Path
@@ -17,6 +18,7 @@ from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
 from resilience import config
 
+_LOG = logging.getLogger("resilience.launcher")
 _CHUNK = 1 << 20
 _CHUNKS = 8  # read in one go, so that one rank's flood does not silence the others
 _TAIL_BYTES = 64 * 1024
@@ -49,7 +51,14 @@ class CycleLogs(LogsSpecs):  # type: ignore[misc]  # torch is untyped here
         for local_rank, env in envs.items():
             rank = int(env["RANK"])
             folder = self._folder / f"cycle_{cycle}" / f"rank_{rank}"
-            folder.mkdir(parents=True, exist_ok=True)
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:  # a full or read-only disk must not end the job
+                _LOG.error("no logs for rank %s in this cycle, it writes to the console: %s.", rank, error)
+                destination.stdouts[local_rank] = destination.stderrs[local_rank] = ""
+                destination.error_files[local_rank] = os.devnull
+                env["TORCHELASTIC_ERROR_FILE"] = ""
+                continue
             destination.stdouts[local_rank] = str(folder / "stdout.log")
             destination.stderrs[local_rank] = str(folder / "stderr.log")
             destination.error_files[local_rank] = str(folder / "error.json")

@@ -57,12 +57,14 @@ class Post:
         return state is not None and state.state != "Z" and state.started_ticks == self.started_ticks
 
     def last_known(self) -> dict[str, Any] | None:
-        """Return what the page of a dead rank says: its last step and the sections it died in."""
+        """Return what the page of a rank says that is dead or does not testify: its last step and its sections."""
         if self.page is None or not self.pid:
             return None
         now = self.ended_ns or time.monotonic_ns()
+        live = proc.state_of(self.pid) if self.alive() else None
+        state = live.state if live is not None else "gone"
         return describe(
-            self.page, rank=self.rank, pid=self.pid, state="gone", started_ns=self.started_ns, now_ns=now, stack=""
+            self.page, rank=self.rank, pid=self.pid, state=state, started_ns=self.started_ns, now_ns=now, stack=""
         )
 
     def seen(self) -> dict[str, Samples]:

@@ -6,6 +6,7 @@ launcher was killed, and by the next launcher of this user when both were.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import shutil
@@ -58,13 +59,13 @@ def _set_aside(path: Path, run_id: str) -> None:
 
 
 def _state_folder() -> Path:
-    base = config.environment().get("XDG_STATE_HOME") or str(Path("~").expanduser() / ".local" / "state")
-    folder = Path(base) / "resilience" / "runs"
     try:
+        base = config.environment().get("XDG_STATE_HOME") or str(Path("~").expanduser() / ".local" / "state")
+        folder = Path(base) / "resilience" / "runs"
         folder.mkdir(parents=True, exist_ok=True)
         if os.access(folder, os.W_OK):
             return folder
-    except OSError:
+    except (OSError, RuntimeError):  # RuntimeError: a user without a home, as in many containers
         pass
     return Path(tempfile.gettempdir()) / f"resilience-runs-{os.getuid()}"
 
@@ -73,8 +74,9 @@ def _prune(folder: Path) -> None:
     """Remove the oldest runs below the state folder, unless they are still written to; one given by the user is never touched."""
     runs = sorted((entry for entry in folder.iterdir() if entry.is_dir()), key=lambda entry: entry.name)
     for old in runs[:-KEPT_RUNS]:
-        if time.time() - max((path.stat().st_mtime for path in old.rglob("*")), default=0.0) > _STILL_WRITTEN_S:
-            shutil.rmtree(old, ignore_errors=True)
+        with contextlib.suppress(OSError):  # another launcher may be at it too
+            if time.time() - max((path.lstat().st_mtime for path in old.rglob("*")), default=0.0) > _STILL_WRITTEN_S:
+                shutil.rmtree(old, ignore_errors=True)
 
 
 class Scratch:
@@ -129,7 +131,9 @@ def _lock(path: Path, create: bool) -> int | None:
 
 def _scratch_parent() -> Path:
     """Return the first folder that can be written and whose name leaves room: a socket's path has at most 107 bytes."""
-    wanted = [config.environment().get("XDG_RUNTIME_DIR"), tempfile.gettempdir(), "/tmp", "/dev/shm"]
+    with contextlib.suppress(FileNotFoundError):  # nothing that tempfile knows is writable
+        tempfile.gettempdir()
+    wanted = [config.environment().get("XDG_RUNTIME_DIR"), tempfile.tempdir, "/tmp", "/dev/shm"]
     for folder in wanted:
         if folder and len(os.fsencode(folder)) <= _MAX_PARENT_BYTES and os.access(folder, os.W_OK):
             return Path(folder)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 _LOOK_EVERY_S = 0.25
+_LATE_S = 2.0
 
 
 class Watchdog:
@@ -23,6 +24,7 @@ class Watchdog:
         self._silence = silence
         self._what = "starting"
         self._deadline = float("inf")
+        self._patience = 0.0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="resilience-watchdog", daemon=True)
         self._thread.start()
@@ -47,9 +49,15 @@ class Watchdog:
         self._stop.set()
 
     def _run(self) -> None:
+        before = time.monotonic()
         while not self._stop.wait(_LOOK_EVERY_S):
+            late = time.monotonic() - before - _LOOK_EVERY_S
+            before = time.monotonic()
+            if late > _LATE_S:  # we were stopped ourselves (Ctrl-Z, a freezer): nobody had the time
+                self._deadline += late
+                self._patience = before + self._loop_limit
             silence = self._silence()
-            if silence > self._loop_limit:
+            if silence > self._loop_limit and before > self._patience:
                 return self._on_stuck(f"the rendezvous store has not answered for {silence:.0f} s")
             if time.monotonic() > self._deadline:
                 return self._on_stuck(f"{self._what} in time (it hangs in a store call)")

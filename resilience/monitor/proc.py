@@ -58,7 +58,11 @@ def kernel_stack(pid: int) -> str:
 def session_members(session: int) -> list[int]:
     """Return the pids of all live processes of a session."""
     members = []
-    for entry in os.listdir("/proc"):  # noqa: PTH208 - monitors import no pathlib
+    try:
+        entries = os.listdir("/proc")  # noqa: PTH208 - monitors import no pathlib
+    except OSError:  # no descriptor left for it
+        return []
+    for entry in entries:
         if entry.isdigit():
             state = state_of(int(entry))
             if state is not None and state.session == session and state.state != "Z":

@@ -64,7 +64,7 @@ class Watch:
             self.pidfd: int | None = os.pidfd_open(self.pid)
         except OSError:
             self.pidfd = None  # it is gone already
-        self.resumed_ns = 0
+        self.resumed_ns: int = message["resumed_ns"]
         self.warned = False
         self.next_ns: float = 0.0
         self._raw = b""
@@ -108,20 +108,22 @@ class Monitor:
         self.status_ns = 0
         self.unsent: list[channel.Message] = []
         self.dismissed = False
+        self.busy_ns = 0  # how long testimony may have kept us since the last turn
         self.poll = select.poll()
         self.poll.register(sock, select.POLLIN)
         self.poll.register(launcher_pidfd, select.POLLIN)
 
     def run(self) -> None:
         """Loop until the launcher closes its end or dies."""
+        awake = time.monotonic_ns()
         while True:
-            asleep = time.monotonic_ns()
-            wait_ms = self._sleep_ms(asleep)
+            wait_ms = self._sleep_ms(time.monotonic_ns())
             ready = {fd for fd, _ in self.poll.poll(wait_ms)}
-            now = time.monotonic_ns()
-            if self.watch is not None and now - asleep > wait_ms * 1_000_000 + _LATE_NS:
+            awake, before = (now := time.monotonic_ns()), awake
+            if self.watch is not None and now - before > wait_ms * 1_000_000 + _LATE_NS + self.busy_ns:
                 self.watch.resumed_ns = now
                 self.watch.reconsider()
+            self.busy_ns = 0
             if self.launcher_pidfd in ready:
                 return self._orphaned()
             if self.sock.fileno() in ready and not self._hear():
@@ -168,6 +170,7 @@ class Monitor:
             watch.timeouts, watch.adopted = read_timeouts(message), message["adopted"]
             watch.reconsider()
         elif op == "testify":
+            self.busy_ns = 3 * _S
             self._tell({"op": "testimony", "id": message["id"], "testimony": testimony(watch)})
         elif op == "end" and watch.ladder is None:
             watch.ladder = Ladder(message["signal"], int(message["grace"] * _S))
@@ -189,6 +192,7 @@ class Monitor:
             return self._ping(now, view)
         clock = judged.clock
         assert clock is not None
+        self.busy_ns = 3 * _S
         report: dict[str, Any] = {
             "op": judged.kind,
             "cycle": watch.cycle,

@@ -102,7 +102,9 @@ def verdict(view: PageView, timeouts: Timeouts, now_ns: int, life: Life) -> Verd
 def clocks(view: PageView, timeouts: Timeouts, started_ns: int) -> Iterator[Clock]:
     """Yield every clock that runs."""
     if view.finishing_since:
-        yield Clock(EXIT, view.finishing_since, timeouts.limit(EXIT))
+        # Another thread may train on while the main one has returned: its signs of life count.
+        signs = [view.beat_at, *(max(row.opened_at, row.closed_at) for row in view.rows)]
+        yield Clock(EXIT, max(view.finishing_since, *signs), timeouts.limit(EXIT))
         return
     if not view.first_sign:
         yield Clock(INITIAL, started_ns, timeouts.limit(INITIAL))
@@ -160,9 +162,10 @@ def learned_from(view: PageView, started_ns: int) -> dict[str, Samples]:
         table[INITIAL] = Samples(1, (view.first_sign - started_ns) / _S)
     if view.whole_gap:
         table[WHOLE_HEARTBEAT] = Samples(view.gaps.samples, view.whole_gap / _S)
+    life = (max(view.beat_at, view.first_sign, *(row.closed_at for row in view.rows), 0) - started_ns) / _S
     for name, seen in [(HEARTBEAT, view.gaps), (OUTSIDE, view.pauses), *_section_samples(view.rows)]:
         if seen.samples or seen.warmup:
-            fresh = Samples(seen.samples, seen.largest / _S, seen.warmup / _S)
+            fresh = Samples(seen.samples, min(seen.largest / _S, life), min(seen.warmup / _S, life))
             table[name] = table[name].merge(fresh) if name in table else fresh
     return table
 

@@ -10,6 +10,7 @@ With ``--no-python`` there is no trampoline: the first process of the rank that 
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
 import signal
@@ -33,8 +34,11 @@ class _Attached:
 
 def page_of_this_process() -> Page | None:
     """Return the page that the trampoline left for us, or fetch it now where there was no trampoline."""
-    if _Attached.page is None and sys.platform == "linux" and config.rank_environment().late_attach:
-        attach()
+    if _Attached.page is None and sys.platform == "linux":
+        env = config.rank_environment()
+        # Or the trampoline could not, or the script replaced itself: it is still the process that the launcher started.
+        if env.late_attach or (env.launcher_pid and os.getppid() == env.launcher_pid):
+            attach()
     return _Attached.page
 
 
@@ -64,7 +68,8 @@ def attach() -> Page | None:
     page = Page(page_fd)
     # The handler writes to this number whatever it then stands for, so it is moved out of the way of scripts that close
     # and reopen low descriptors.
-    stacks_fd = fcntl.fcntl(stacks_fd, fcntl.F_DUPFD_CLOEXEC, _HIGH_FD)
+    with contextlib.suppress(OSError):  # fewer descriptors are allowed: then it stays where it is
+        stacks_fd = fcntl.fcntl(stacks_fd, fcntl.F_DUPFD_CLOEXEC, _HIGH_FD)
     faulthandler.register(STACK_SIGNAL, file=stacks_fd, all_threads=True, chain=False)
     page.words[W_PID] = os.getpid()
     page.words[W_ATTACHED] = monotonic_ns()

@@ -137,8 +137,12 @@ class Page:
     @classmethod
     def create(cls, incarnation: int) -> Page:
         """Make a fresh page in a memfd of its own. Each life of a rank gets a new one, so a stale process can't write it."""
-        fd = os.memfd_create("resilience-page", os.MFD_CLOEXEC)
+        import fcntl  # noqa: PLC0415 - Linux only, and only the launcher makes pages
+
+        fd = os.memfd_create("resilience-page", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(fd, PAGE_BYTES)
+        # A rank that cut it short would end everybody who reads it with SIGBUS.
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
         page = cls(fd)
         page.words[W_INCARNATION] = incarnation
         page.words[W_STEP] = NO_STEP

@@ -13,6 +13,7 @@ from time import monotonic_ns
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from resilience.errors import SectionError
 from resilience.pulse.page import (
     EVENT_TIME,
     LEAVE,
@@ -169,7 +170,10 @@ class Section:
             return self
         row = self._elsewhere.get(get_ident())
         if row is None:
-            row = self._elsewhere[get_ident()] = pulse.borrow(self.name)
+            try:
+                row = self._elsewhere[get_ident()] = pulse.borrow(self.name)
+            except SectionError:  # more threads than rows: the name is fine, this thread goes in unwatched
+                return self
             if self._timeout is not None:
                 row.limit(self._timeout)
         return row.__enter__()
