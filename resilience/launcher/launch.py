@@ -24,7 +24,7 @@ from resilience.launcher import deadlines, lines, rundir
 from resilience.launcher.agent import Agent
 from resilience.launcher.hub import Hub
 from resilience.launcher.logs import Console, CycleLogs
-from resilience.launcher.rendezvous import FreshStores
+from resilience.launcher.rendezvous import FreshStores, OneNode, rank_0_hosts_the_store
 from resilience.observe import report as reports
 
 _LOG = logging.getLogger("resilience.launcher")
@@ -122,7 +122,12 @@ class Session:
 
     def _spec(self, parameters: RendezvousParameters) -> WorkerSpec:
         launch = self.job.launch
-        handler = FreshStores(rendezvous_registry.get_rendezvous_handler(parameters), launch.local_addr)
+        alone = launch.max_nodes == 1 and launch.rdzv_backend == "c10d" and launch.rdzv_endpoint == "localhost:0"
+        if alone and not rank_0_hosts_the_store():
+            inner = OneNode(launch.run_id)
+        else:
+            inner = rendezvous_registry.get_rendezvous_handler(parameters)
+        handler = FreshStores(inner, launch.local_addr)
         return WorkerSpec(
             role=launch.role,
             local_world_size=launch.nproc_per_node,

@@ -1,8 +1,8 @@
 """A rendezvous whose workers get a fresh store in every round.
 
 torch 2.13 keeps one TCP store for the workers of all rounds. After a restart they find the keys of their dead
-predecessors there: gloo connects to ports nobody listens on, and the restart fails or hangs (plain torchrun does, about
-two times in three on two ranks). It also never tells a newly joined node where that store is. So node 0 opens a new store
+predecessors there: gloo connects to ports nobody listens on, and the restart fails or hangs (plain torchrun's
+often does, on two ranks). It also never tells a newly joined node where that store is. So node 0 opens a new store
 for each round, and publishes its address below the round's own prefix, where every node of the round finds it.
 """
 
@@ -11,12 +11,22 @@ from __future__ import annotations
 import socket
 from typing import Any
 
-from torch.distributed import TCPStore
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+from torch.distributed import HashStore, PrefixStore, TCPStore
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousStoreInfo,
+)
 
 from resilience import config
 
 _NOT_SHARED = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+
+
+def rank_0_hosts_the_store() -> bool:
+    """Whether the user wants it so, with torch's own variable."""
+    return config.environment().get(_NOT_SHARED) == "1"
 
 
 class FreshStores(RendezvousHandler):  # type: ignore[misc]  # torch is untyped here
@@ -27,7 +37,7 @@ class FreshStores(RendezvousHandler):  # type: ignore[misc]  # torch is untyped 
         self._local_addr = local_addr or socket.getfqdn()
         self._server: TCPStore | None = None
         self._rounds = 0
-        self._as_torch = config.environment().get(_NOT_SHARED) == "1"  # the user wants rank 0 to host the store
+        self._as_torch = rank_0_hosts_the_store()
 
     @property
     def use_agent_store(self) -> bool:
@@ -82,6 +92,52 @@ class FreshStores(RendezvousHandler):  # type: ignore[misc]  # torch is untyped 
     def shutdown(self) -> bool:
         """See base class."""
         return bool(self._inner.shutdown())
+
+
+class OneNode(RendezvousHandler):  # type: ignore[misc]  # torch is untyped here
+    """The rendezvous of a job that can't have a second node: there is nobody to meet.
+
+    torch's own waits a random 0 to 0.3 s, so that nodes do not all come at once, and keeps a state alive in a store.
+    """
+
+    def __init__(self, run_id: str) -> None:
+        self._run_id = run_id
+        self._store = HashStore()
+        self._round = -1
+        self._closed = False
+
+    def get_backend(self) -> str:
+        """See base class."""
+        return "c10d"
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """See base class."""
+        if self._closed:
+            raise RendezvousClosedError(f"the rendezvous {self._run_id!r} is closed")
+        self._round += 1
+        store = PrefixStore(f"{self._run_id}.{self._round}", self._store)
+        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo("localhost", 0))
+
+    def is_closed(self) -> bool:
+        """See base class."""
+        return self._closed
+
+    def set_closed(self) -> None:
+        """See base class."""
+        self._closed = True
+
+    def num_nodes_waiting(self) -> int:
+        """See base class."""
+        return 0
+
+    def get_run_id(self) -> str:
+        """See base class."""
+        return self._run_id
+
+    def shutdown(self) -> bool:
+        """See base class."""
+        self._closed = True
+        return True
 
 
 class _Prefixed:
