@@ -16,7 +16,8 @@ import time
 from resilience.monitor import proc
 
 MAX_STACK_BYTES = 48 * 1024
-_QUIET_S = 0.012
+_QUIET_S = 0.02
+_SURELY_QUIET_S = 0.5
 
 
 def collect(pid: int, stacks_fd: int, signum: int, timeout: float) -> str:
@@ -43,13 +44,22 @@ def collect(pid: int, stacks_fd: int, signum: int, timeout: float) -> str:
         grown = os.fstat(stacks_fd).st_size
         if grown != size:
             size, quiet_since = grown, now
-        elif size > before and now - quiet_since >= _QUIET_S:
+        elif size > before and _settled(stacks_fd, before, size, now - quiet_since):
             break
         time.sleep(0.002)
     if size == before:
         return _without_python(pid, f"it did not answer the stack signal within {timeout:g} s")
     text = os.pread(stacks_fd, min(size - before, MAX_STACK_BYTES), before).decode("utf-8", "replace")
     return without_trampoline(text.strip()) + ("\n… (cut)" if size - before > MAX_STACK_BYTES else "")
+
+
+def _settled(stacks_fd: int, start: int, end: int, quiet: float) -> bool:
+    """Whether the dump is whole: quiet for a moment, its last line finished, and the thread that was asked (or the mark for
+    "too many") in it. On an overloaded machine the writer may have to wait for a core."""
+    if quiet < _QUIET_S or quiet >= _SURELY_QUIET_S:
+        return quiet >= _SURELY_QUIET_S
+    dump = os.pread(stacks_fd, end - start, start)
+    return dump.endswith(b"\n") and (b"Current thread" in dump or dump.endswith(b"...\n"))
 
 
 def without_trampoline(text: str) -> str:
