@@ -34,7 +34,7 @@ format: setup
 	$(BIN)/ruff format .
 
 test: setup
-	$(BIN)/python -m pytest tests --ignore=tests/real -n 3
+	$(BIN)/python -m pytest tests --ignore=tests/real -n 3 --dist worksteal
 
 test-real: setup
 	@test "$$(id -u)" = 0 || { echo "make test-real needs root"; exit 1; }
