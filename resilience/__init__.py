@@ -2,16 +2,18 @@
 
     import resilience
 
-    with resilience.section("setup"):
-        model, optimizer, loader = build()
-    with resilience.expect_heartbeats():
-        for step, batch in enumerate(loader):
-            with resilience.section("step"):
-                train_step(model, optimizer, batch)
-            resilience.heartbeat(step)
+    @resilience.record
+    def main():
+        with resilience.section("setup"):
+            model, optimizer, loader = build()
+        with resilience.expect_heartbeats():
+            for step, batch in enumerate(loader):
+                with resilience.section("step"):
+                    train_step(model, optimizer, batch)
+                resilience.heartbeat(step)
 
 Start it with ``resilience run`` in place of ``torchrun`` and every rank is watched; under plain ``python`` or ``torchrun``
-the calls do nothing. Importing this package imports no torch.
+nobody watches, and the calls cost next to nothing. Importing this package imports no torch.
 """
 
 from __future__ import annotations
@@ -21,28 +23,47 @@ from typing import TYPE_CHECKING, Any
 from resilience.errors import ResilienceError
 
 if TYPE_CHECKING:
-    from resilience.pulse.client import done, end_all_sections, expect_heartbeats, heartbeat, section
+    from resilience.pulse.client import (
+        done,
+        end_all_sections,
+        expect_heartbeats,
+        heartbeat,
+        section,
+        stop_requested,
+    )
+    from resilience.pulse.control import WorkloadAction, WorkloadControlRequest
     from resilience.pulse.rank_monitor_client import RankMonitorClient
+    from resilience.recording import annotate, record
 
 __version__ = "0.1.0"
 __all__ = [
     "RankMonitorClient",
     "ResilienceError",
+    "WorkloadAction",
+    "WorkloadControlRequest",
     "__version__",
+    "annotate",
     "done",
     "end_all_sections",
     "expect_heartbeats",
     "heartbeat",
+    "record",
     "section",
+    "stop_requested",
 ]
 
 _HOMES = {
     "RankMonitorClient": "resilience.pulse.rank_monitor_client",
+    "WorkloadAction": "resilience.pulse.control",
+    "WorkloadControlRequest": "resilience.pulse.control",
+    "annotate": "resilience.recording",
     "done": "resilience.pulse.client",
     "end_all_sections": "resilience.pulse.client",
     "expect_heartbeats": "resilience.pulse.client",
     "heartbeat": "resilience.pulse.client",
+    "record": "resilience.recording",
     "section": "resilience.pulse.client",
+    "stop_requested": "resilience.pulse.client",
 }
 
 

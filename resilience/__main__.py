@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import sys
 
 from resilience import __version__
@@ -12,11 +13,13 @@ _USAGE = """\
 usage: resilience run [torchrun's options] [--ft-…] script.py [arguments]
        resilience config [--ft-…]
        resilience report RUN_DIR
+       resilience store [--port PORT]
        resilience --version
 
   run      start a training script and keep it running: torchrun, with a monitor per rank
   config   print every setting, its value and where it came from
   report   print what happened in a run: one block for each cycle that failed
+  store    serve the rendezvous store on a host that does not train
 """
 
 
@@ -30,11 +33,10 @@ def main(argv: list[str] | None = None) -> int:
     if command in ("-V", "--version"):
         sys.stdout.write(f"resilience {__version__}\n")
         return 0
-    act = {"run": run, "config": print_config, "report": print_report}.get(command)
+    commands = {"run": run, "config": print_config, "report": print_report, "store": serve_store}
+    act = commands.get(command)
     if act is None:
-        sys.stderr.write(
-            f"resilience: unknown command {command!r}.{nearest(command, ['run', 'config', 'report'])}\n{_USAGE}"
-        )
+        sys.stderr.write(f"resilience: unknown command {command!r}.{nearest(command, commands)}\n{_USAGE}")
         return 2
     try:
         return act(words[1:])
@@ -66,6 +68,13 @@ def print_config(argv: list[str]) -> int:
     return 0
 
 
+def serve_store(argv: list[str]) -> int:
+    """Serve the rendezvous store."""
+    from resilience.launcher.store import main as serve  # noqa: PLC0415
+
+    return serve(argv)
+
+
 def print_report(argv: list[str]) -> int:
     """Print the reports of a run's directory."""
     from pathlib import Path  # noqa: PLC0415
@@ -83,6 +92,8 @@ def print_report(argv: list[str]) -> int:
     if not any((folder / name).is_dir() for name in ("cycles", "logs")):
         sys.stderr.write(f"resilience report: {folder} is not a run's directory (it has neither cycles/ nor logs/).\n")
         return 2
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a message may hold what the terminal can't show
     reports = read_all(folder)
     for report in reports:
         sys.stdout.write(as_text(report, str(folder)) + "\n\n")

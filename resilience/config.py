@@ -10,14 +10,15 @@ out, or ``learned``, means learned. In code (``section(timeout=…)``) ``None`` 
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 import signal
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from resilience.errors import ConfigError, nearest
+from resilience.values import parse, show
 
 ENV_PREFIX = "RESILIENCE_"
 
@@ -75,7 +76,36 @@ class LauncherConfig:
     log_level: str = _setting("INFO", "of the launcher's own lines", "level")
 
 
-COMPONENTS = (TimeoutConfig, MonitorConfig, LauncherConfig)
+@dataclass(frozen=True)
+class FailoverConfig:
+    """What follows a failure, and who is who."""
+
+    restart_policy: str = _setting(
+        "any-failed",
+        "all workers restart when any fails, or only when fewer than the minimum of nodes are whole",
+        "policy",
+    )
+    max_node_restarts: int | None = _setting(
+        None, "restarts in place that one node may cause before it is replaced; default: no limit of its own", "number"
+    )
+    dynamic_failover_extension: str | None = _setting(
+        None, "module::Class that is asked what follows a failure", "text"
+    )
+    failover_timeout: float = _setting(30.0, "longest wait for the extension's answer", "positive")
+    use_infra_group_rank: bool = _setting(
+        True,
+        "nodes are ranked by SLURM_PROCID, GROUP_RANK or JOB_COMPLETION_INDEX; false: by name, spares take over",
+        "switch",
+    )
+    node_name: str | None = _setting(
+        None, "name of this node in exclusions and budgets; default: its host name", "text"
+    )
+    stop_grace: float = _setting(
+        25.0, "from a request to stop (SIGTERM, SIGUSR1) until the workers are ended", "positive"
+    )
+
+
+COMPONENTS = (TimeoutConfig, MonitorConfig, LauncherConfig, FailoverConfig)
 
 ACCEPTED_WITHOUT_EFFECT = {
     "node_health_check_interval": "nothing checks nodes on a clock",
@@ -93,12 +123,13 @@ class Settings:
     timeouts: TimeoutConfig = TimeoutConfig()
     monitor: MonitorConfig = MonitorConfig()
     launcher: LauncherConfig = LauncherConfig()
+    failover: FailoverConfig = FailoverConfig()
     sources: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
     def rows(self) -> Iterator[tuple[str, str, str, str]]:
         """Yield (name, value, where from, what it is) for every setting."""
-        for component in (self.timeouts, self.monitor, self.launcher):
+        for component in (self.timeouts, self.monitor, self.launcher, self.failover):
             for item in dataclasses.fields(component):
                 shown = show(getattr(component, item.name), item.metadata["kind"])
                 yield item.name, shown, self.sources.get(item.name, "default"), item.metadata["doc"]
@@ -139,6 +170,7 @@ def resolve(flags: Mapping[str, str], environ: Mapping[str, str], yaml_path: str
         TimeoutConfig(**part(TimeoutConfig)),
         MonitorConfig(**part(MonitorConfig)),
         LauncherConfig(**part(LauncherConfig)),
+        FailoverConfig(**part(FailoverConfig)),
         sources,
         tuple(notes),
     )
@@ -194,128 +226,6 @@ def _find_sections(node: Any) -> Iterator[Any]:
             yield from _find_sections(value)
 
 
-_NO_TIMEOUT = ("none", "null", "~", "")
-_ON = ("1", "true", "yes", "on")
-_OFF = ("0", "false", "no", "off")
-_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
-
-
-def parse(name: str, raw: Any, kind: str, source: str) -> Any:
-    """Turn one raw value (text from a flag, or what YAML gave) into the setting's type."""
-    try:
-        return _PARSERS[kind](raw)
-    except (ValueError, TypeError, KeyError) as error:
-        wanted = _WANTED[kind]
-        raise ConfigError(f"{name}={raw!r} ({source}): {error}. Wanted: {wanted}. Nothing was started.") from error
-
-
-def _timeout(raw: Any) -> float | None:
-    if isinstance(raw, str) and raw.strip().lower() == "learned":
-        return None
-    return _timeout_or_none(raw)
-
-
-def _timeout_or_none(raw: Any) -> float:
-    if raw is None or (isinstance(raw, str) and raw.strip().lower() in _NO_TIMEOUT):
-        return math.inf
-    if isinstance(raw, float) and math.isinf(raw) and raw > 0:
-        return math.inf
-    return _positive(raw)
-
-
-def _positive(raw: Any) -> float:
-    if isinstance(raw, bool):
-        raise ValueError("a yes/no value is not a number of seconds")
-    value = float(raw)
-    if not 0 < value < math.inf:
-        raise ValueError("must be greater than 0 and finite")
-    return value
-
-
-def _count(raw: Any) -> int:
-    if isinstance(raw, bool):
-        raise ValueError("a yes/no value is not a number")
-    value = int(raw)
-    if not 1 <= value <= 900 or value != float(raw):
-        raise ValueError("must be a whole number from 1 to 900")
-    return value
-
-
-def _timeouts(raw: Any) -> dict[str, float]:
-    if raw is None:
-        return {}
-    if isinstance(raw, str):
-        parts = [part.rpartition(":") for part in raw.split(",") if part.strip()]
-        for name, colon, _ in parts:
-            if not colon or not name.strip():
-                raise ValueError("every entry needs a name and a colon")
-        raw = {name.strip(): value.strip() for name, _, value in parts}
-    if not isinstance(raw, Mapping):
-        raise ValueError("not a mapping")
-    return {str(name): _timeout_or_none(value) for name, value in raw.items()}
-
-
-def _signal(raw: Any) -> signal.Signals:
-    if isinstance(raw, int) or (isinstance(raw, str) and raw.isdigit()):
-        return signal.Signals(int(raw))
-    name = str(raw).strip().upper().removeprefix("SIGNALS.")
-    return signal.Signals[name if name.startswith("SIG") else f"SIG{name}"]
-
-
-def _switch(raw: Any) -> bool:
-    text = str(raw).strip().lower()
-    if text not in _ON + _OFF:
-        raise ValueError("neither yes nor no")
-    return text in _ON
-
-
-def _level(raw: Any) -> str:
-    if isinstance(raw, int) or (isinstance(raw, str) and raw.isdigit()):
-        raw = {10: "DEBUG", 20: "INFO", 30: "WARNING", 40: "ERROR", 50: "CRITICAL"}[int(raw)]
-    text = str(raw).strip().upper()
-    text = {"DBG": "DEBUG", "WARN": "WARNING"}.get(text, text)
-    if text not in _LEVELS:
-        raise ValueError("not a log level")
-    return text
-
-
-_PARSERS: dict[str, Any] = {
-    "timeout": _timeout,
-    "timeout_or_none": _timeout_or_none,
-    "timeouts": _timeouts,
-    "positive": _positive,
-    "count": _count,
-    "signal": _signal,
-    "switch": _switch,
-    "level": _level,
-    "text": lambda raw: None if raw is None else str(raw),
-}
-_WANTED = {
-    "timeout": "seconds, 'learned', or null for no timeout",
-    "timeout_or_none": "seconds, or null for no timeout",
-    "timeouts": "name:seconds,name:seconds (null for no timeout)",
-    "positive": "a number greater than 0",
-    "count": "a whole number from 1 to 900",
-    "signal": "a signal's name or number",
-    "switch": "true or false",
-    "level": ", ".join(_LEVELS),
-    "text": "text",
-}
-
-
-def show(value: Any, kind: str) -> str:
-    """Return a value as ``resilience config`` prints it; it can be given back as a flag."""
-    if value is None:
-        return "learned" if kind == "timeout" else "-"
-    if isinstance(value, float):
-        return "null" if math.isinf(value) else f"{value:g}"
-    if isinstance(value, signal.Signals):
-        return value.name
-    if isinstance(value, Mapping):
-        return ",".join(f"{name}:{show(item, 'timeout')}" for name, item in value.items()) or "-"
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
 # What the launcher tells its workers. Not settings: nobody sets these by hand.
 ENV_SOCKET = "RESILIENCE_SOCKET"
 ENV_CYCLE = "RESILIENCE_CYCLE"
@@ -334,18 +244,25 @@ class RankEnvironment:
     cycle: int
     launcher_pid: int
     late_attach: bool
+    world: int = 1
 
 
 def rank_environment() -> RankEnvironment:
     """Read what the launcher told this worker."""
-    rank = os.environ.get("RANK", "")
+    rank, cycle = os.environ.get("RANK", ""), os.environ.get(ENV_CYCLE, "")
     return RankEnvironment(
         socket=os.environ.get(ENV_SOCKET),
         rank=int(rank) if rank.isdigit() else None,
-        cycle=int(os.environ.get(ENV_CYCLE, "0")),
+        cycle=int(cycle) if cycle.isdecimal() else 0,
         launcher_pid=int(os.environ.get(ENV_LAUNCHER_PID, "0")),
         late_attach=ENV_LATE_ATTACH in os.environ,
+        world=int(world) if (world := os.environ.get("WORLD_SIZE", "")).isdigit() else 1,
     )
+
+
+def error_file() -> str | None:
+    """Return where torch wants the error of this worker written, if anywhere."""
+    return os.environ.get("TORCHELASTIC_ERROR_FILE") or None
 
 
 def tell_workers(variables: Mapping[str, str | None]) -> None:
@@ -355,6 +272,18 @@ def tell_workers(variables: Mapping[str, str | None]) -> None:
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
+
+
+@contextmanager
+def told_to_ourselves(name: str, value: str) -> Iterator[None]:
+    """Have a variable set for what is imported in the block, unless the user has set it; workers do not see it."""
+    given = name in os.environ
+    os.environ.setdefault(name, value)
+    try:
+        yield
+    finally:
+        if not given:
+            del os.environ[name]
 
 
 def environment() -> Mapping[str, str]:

@@ -91,13 +91,23 @@ def main(arguments: list[str]) -> None:
     sys.orig_argv[:] = [sys.orig_argv[0], "-u", *arguments]
     try:
         (become_module if as_module else become_script)(rest[0], rest[1:])
-    except SystemExit:
+    except SystemExit as stop:
+        _record(stop)
         raise
-    except BaseException:
+    except BaseException as error:
+        _record(error)
         _hide_our_frames()
         raise  # the interpreter does the rest: the hook, atexit, and for SIGINT the exit code
     finally:
         finish()
+
+
+def _record(error: BaseException) -> None:
+    """Write down what leaves the script, decorated or not."""
+    if "resilience.pulse.lifeline" in sys.modules and not (isinstance(error, SystemExit) and error.code is None):
+        from resilience import recording
+
+        recording.capture(error)
 
 
 def _hide_our_frames() -> None:

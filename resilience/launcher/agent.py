@@ -1,12 +1,14 @@
-"""The elastic agent: torch's own, with ears.
+"""The elastic agent: torch's own, with ears and a loop of ours.
 
 Everything private of torch that we override or read is in this file, and ``tests/launcher/test_torch_seams.py`` pins the
-signatures. torch keeps doing the work: rendezvous, starting, polling, stopping, counting restarts. We add, in order:
+signatures. torch starts, polls and stops the workers; when to do what is ours:
 
-1) after each rendezvous: one cycle number for the job (:func:`link.agree`)
-2) around each start: fresh pages and monitors on every rank (:class:`hub.Hub`)
-3) in each turn of the loop: hang, death or silence → testimony of all ranks, report, then the ladder
-4) around every wait: a deadline (:class:`watchdog.Watchdog`)
+1) rendezvous, and one agreement for the job (:mod:`agreement`): cycle number, nodes, what was learned and has failed
+2) start, with fresh pages and monitors on every rank (:class:`hub.Hub`)
+3) watch (:class:`vigil.Vigil`): a failure, a hang, silence, a request, a verdict of another node, newcomers, the end
+4) on any of them a verdict (:class:`court.Court`), the same on every node, and obey it: back to 1), or out
+
+Around every wait there is a deadline (:class:`watchdog.Watchdog`).
 """
 
 from __future__ import annotations
@@ -15,27 +17,36 @@ import logging
 import os
 import signal
 import socket
-import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
+from torch.distributed import DistStoreError
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
 from resilience import config
-from resilience.launcher import lines
+from resilience.failover import sentence
+from resilience.failover.history import History
+from resilience.failover.restart_policy import LEFT
+from resilience.launcher import cuda, lines
+from resilience.launcher.agreement import Agreement, Node, agree
+from resilience.launcher.coroner import Coroner, Papers, torch_can_read
+from resilience.launcher.court import Court, Cycle, Verdict
 from resilience.launcher.hub import Hub
-from resilience.launcher.link import Agreement, Link, Node, agree
-from resilience.launcher.logs import tail_of
+from resilience.launcher.link import Link
+from resilience.launcher.roster import Outcome
+from resilience.launcher.signals import Signals
+from resilience.launcher.venue import Venue
+from resilience.launcher.vigil import Vigil
 from resilience.launcher.watchdog import Watchdog
-from resilience.monitor.culprit import Death
 from resilience.observe import report as reports
 
 _LOG = logging.getLogger("resilience.launcher")
 _BARRIER_MARGIN_S = 60.0
+_MEETINGS = 5
 
 
 class Agent(LocalElasticAgent):  # type: ignore[misc]  # torch is untyped here
@@ -47,6 +58,9 @@ class Agent(LocalElasticAgent):  # type: ignore[misc]  # torch is untyped here
         logs_specs: LogsSpecs,
         *,
         hub: Hub,
+        venue: Venue,
+        court: Court,
+        coroner: Coroner,
         publish: Callable[[reports.Report], None],
         on_stuck: Callable[[str], None],
         rendezvous_limit: float,
@@ -54,52 +68,66 @@ class Agent(LocalElasticAgent):  # type: ignore[misc]  # torch is untyped here
     ) -> None:
         super().__init__(spec=spec, logs_specs=logs_specs, **options)
         self._hub = hub
+        self._venue = venue
+        self._court = court
+        self._coroner = coroner
         self._publish = publish
+        self._on_stuck = on_stuck
         self._rendezvous_limit = rendezvous_limit
         self._stop_grace = float(options["shutdown_timeout"])
         self.cycle = -1
+        self.outcome: Outcome | None = None
+        self._case = Cycle()
         self._link: Link | None = None
-        self._attended = False
-        self._condemned: dict[int, int] = {}
-        self._on_stuck = on_stuck
+        self._vigil: Vigil | None = None
+        self._signals = Signals(hub.bell.set)
         loop_limit = max(hub.settings.launcher.store_silence_timeout, 2 * spec.monitor_interval + 10)
         self._watchdog = Watchdog(on_stuck, loop_limit, self._store_silence)
+        venue.answered = self._watchdog.turn
 
     # -- torch's hooks ----------------------------------------------------------------------------------------------
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
-        self._close_link()
         with self._watchdog.phase("the rendezvous did not complete", self._rendezvous_limit):
-            super()._rendezvous(worker_group)
-            self._begin_cycle(worker_group)
+            for attempt in range(_MEETINGS):
+                try:
+                    super()._rendezvous(worker_group)
+                    self._begin_cycle(worker_group)
+                    break
+                except DistStoreError as error:  # a node met us and was gone before all had agreed
+                    if attempt + 1 == _MEETINGS or not self._venue.has_roster:
+                        raise RendezvousConnectionError(f"the nodes could not agree: {error}") from error
+                    _LOG.warning("a node of this round does not answer; the nodes come together again.")
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._hub.prepare(self.cycle, [worker.global_rank for worker in worker_group.workers])
         pids: dict[int, Any] = super()._start_workers(worker_group)
         self._hub.attach(pids)
-        self._attended = False
-        self._condemned = {}
+        self._coroner.begin(self._papers(worker_group, pids))
+        self._signals.take()
         ranks = reports.ranks_in_words([worker.global_rank for worker in worker_group.workers])
         _LOG.info("%s of %s started.", ranks, worker_group.workers[0].world_size)
         return pids
 
-    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        self._watchdog.turn()
-        if not self._attended:
-            self._look(worker_group)
-        result = super()._monitor_workers(worker_group)
-        if result.state == WorkerState.FAILED and not self._attended:
-            self._look_back(worker_group, result)
-        if self._condemned and result.state != WorkerState.FAILED:
-            # They were ended by us for a hang, and may have left with 0: that is no success.
-            return RunResult(WorkerState.FAILED, failures=self._failures())
-        return result
-
-    def _failures(self) -> dict[int, ProcessFailure]:
-        pids = self._condemned.items()
-        return {
-            rank: ProcessFailure(local_rank=0, pid=pid, exitcode=-signal.SIGTERM, error_file="") for rank, pid in pids
-        }
+    def _invoke_run(self, role: str = "default") -> RunResult:
+        """The loop: start, watch, obey; until a verdict ends it."""
+        group = self._worker_group
+        self._initialize_workers(group)
+        while True:
+            self._hub.bell.wait(group.spec.monitor_interval)
+            self._hub.bell.clear()
+            self._watchdog.turn()
+            assert self._vigil is not None
+            with self._watchdog.phase("the verdict was not given", self._vigil.limit):
+                verdict = self._vigil.look()
+            if verdict is None:
+                continue
+            result = self._obey(verdict, group)
+            if result is not None:
+                return result
+            if verdict["sentence"]["action"] != sentence.WAIT:
+                self._signals.let_go()  # raises if somebody wants us to stop: then nothing is started again
+                self._restart_workers(group)
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         self._shutdown(timeout=int(self._stop_grace))
@@ -115,34 +143,55 @@ class Agent(LocalElasticAgent):  # type: ignore[misc]  # torch is untyped here
             finally:
                 super()._shutdown(death_sig, timeout)
 
-    def _exit_barrier(self) -> None:
-        with self._watchdog.phase("the other nodes did not finish", self._exit_barrier_timeout + _BARRIER_MARGIN_S):
-            self._close_link()
-            super()._exit_barrier()
-
     # -- cycles -----------------------------------------------------------------------------------------------------
 
     def _begin_cycle(self, worker_group: WorkerGroup) -> None:
-        """Agree on the cycle's number and tell the workers."""
-        ranks = [worker.global_rank for worker in worker_group.workers]
-        offer = {
-            "cycle": self.cycle + 1,
-            "host": socket.gethostname(),
-            "ranks": ranks,
-            "learned": self._hub.learner.message()["learned"],
-        }
-        if worker_group.spec.rdzv_handler.get_backend() == "static":
-            # A static rendezvous has no rounds: nobody waits for the others, so the cycle is counted by each node.
-            size, count = worker_group.group_world_size, len(ranks)
-            nodes = tuple(Node(offer["host"], tuple(range(n * count, (n + 1) * count))) for n in range(size))
-            agreement = Agreement(offer["cycle"], nodes, offer["learned"])
+        """Agree with the other nodes on what begins, and tell the workers."""
+        ranks = tuple(worker.global_rank for worker in worker_group.workers)
+        me, world = worker_group.group_rank, worker_group.group_world_size
+        node = Node(socket.gethostname(), ranks, self._venue.id, self._venue.name)
+        learned = self._hub.learner.message()["learned"]
+        if self._venue.meets:
+            agreement = agree(
+                worker_group.store,
+                me,
+                world,
+                node=node,
+                cycle=self.cycle + 1,
+                learned=learned,
+                history=self._case.history,
+            )
         else:
-            agreement = agree(worker_group.store, worker_group.group_rank, worker_group.group_world_size, offer)
+            # A static rendezvous has no rounds: nobody waits for the others, so the cycle is counted by each node.
+            count = len(ranks)
+            nodes = tuple(Node(node.host, tuple(range(n * count, (n + 1) * count))) for n in range(world))
+            agreement = Agreement(self.cycle + 1, nodes, learned, self._case.history)
         self.cycle = agreement.cycle
+        self._case = Cycle(agreement.cycle, agreement.offset_ns, agreement.history)
+        self._remaining_restarts = worker_group.spec.max_restarts - agreement.history.total
         self._hub.learn(agreement.learned)
         config.tell_workers({config.ENV_CYCLE: str(self.cycle)})
-        lines.set_place(self.cycle, worker_group.group_rank)
-        self._link = Link(worker_group.store, worker_group.group_rank, agreement, self._hub, self._publish)
+        lines.set_place(self.cycle, me)
+        self._close_link()
+        store, alive = self._venue.connect(worker_group.store, world)
+        self._link = Link(store, me, agreement, hub=self._hub, testify=self._testify, alive=alive)
+        self._link.bell = self._hub.bell
+        self._vigil = Vigil(
+            link=self._link,
+            case=self._case,
+            court=self._court,
+            hub=self._hub,
+            coroner=self._coroner,
+            venue=self._venue,
+            signals=self._signals,
+            poll=lambda: self._monitor_workers(worker_group),
+            min_nodes=self._venue.min_nodes,
+            exit_timeout=self._exit_barrier_timeout,
+        )
+
+    def _testify(self) -> dict[str, Any]:
+        assert self._vigil is not None
+        return self._vigil.testify()
 
     def _close_link(self) -> None:
         if self._link is not None:
@@ -151,109 +200,103 @@ class Agent(LocalElasticAgent):  # type: ignore[misc]  # torch is untyped here
     def _store_silence(self) -> float:
         return self._link.silent_for() if self._link is not None else 0.0
 
+    @property
+    def parked(self) -> bool:
+        """Whether the workers of this node have failed while others went on."""
+        return self._vigil is not None and self._vigil.parked
+
     def close(self) -> None:
         """Stop the threads."""
         self._close_link()
         self._watchdog.close()
+        self._coroner.close()
 
-    # -- incidents ----------------------------------------------------------------------------------------------------
+    # -- obeying ----------------------------------------------------------------------------------------------------
 
-    def _look(self, worker_group: WorkerGroup) -> None:
-        """Attend to a hang, a death or a lost node, if there is one."""
+    def _obey(self, verdict: Verdict, group: WorkerGroup) -> RunResult | None:
+        """Do what the verdict says; return None when the workers are to be started again, else how it ended."""
         assert self._link is not None
-        deaths = self._deaths(worker_group)
-        hangs = self._hub.hangs()
-        lost = self._link.lost_nodes()
-        if not deaths and not hangs and not lost:
-            return
-        self._attended = True
-        with self._watchdog.phase("testimony was not collected", 4 * self._hub.settings.monitor.testimony_timeout + 60):
-            self._testify_and_report(worker_group, lost)
-        monitor = self._hub.settings.monitor
-        if deaths and not hangs:
-            self._end(signal.SIGTERM, self._stop_grace)
+        order = verdict["sentence"]
+        if "history" in verdict:
+            self._case = Cycle(self._case.number, self._case.offset_ns, History.from_json(verdict["history"]))
+        leaves = self._link.me in (order.get("leaver"), *order.get("also", ()))
+        self._venue.enact(verdict, verdict.get("whole_job", True))
+        if "report" in verdict:
+            report = verdict["report"]
+            self._publish({**report, "last": not _goes_on(order, leaves)})
+            self._end_ranks(hang=report["culprit"]["kind"] == "hang")
+        if order["action"] == sentence.FINISHED:
+            self.outcome = Outcome(order["exit_code"], order["detail"])
+            self._say_goodbye()
+            done = self._monitor_workers(group)
+            # With min-healthy the job may be done although the workers of this node failed.
+            return done if done.state == WorkerState.SUCCEEDED else _nothing_returned(group)
+        if _goes_on(order, leaves):
+            return None
+        self.outcome = Outcome(order["exit_code"], order["detail"])
+        failures = self._failures(group)
+        super()._shutdown(signal.SIGTERM, 1)
+        group.state = WorkerState.FAILED
+        if leaves:
+            self._venue.stay_if_needed(self._watchdog.turn)
         else:
-            self._condemned = self._hub.pids()
-            self._end(monitor.rank_termination_signal, monitor.rank_term_timeout)
+            self._say_goodbye()
+        return RunResult(WorkerState.FAILED, failures=failures)
 
-    def _end(self, signum: int, grace: float) -> None:
+    def _say_goodbye(self) -> None:
+        """Let everybody read how the job ended before the store goes with us."""
+        assert self._link is not None
+        with self._watchdog.phase("the other nodes did not take leave", _BARRIER_MARGIN_S):
+            self._link.farewell(self._venue.hosts_the_store)
+            self._venue.see_off_spares()
+
+    def leave(self) -> None:
+        """Leave the job as one that was ended from outside: the others need not wait for us."""
+        if self._link is not None:
+            self._link.set_state(LEFT)
+        self._venue.leave()
+
+    def _end_ranks(self, hang: bool) -> None:
         """End the ranks. Without them gone nothing can be restarted here: the devices are held."""
+        monitor = self._hub.settings.monitor
+        signum = monitor.rank_termination_signal if hang else signal.SIGTERM
+        grace = monitor.rank_term_timeout if hang else self._stop_grace
         with self._watchdog.phase("the workers did not stop", grace + _BARRIER_MARGIN_S):
             if not self._hub.end_ranks(signum, grace):
                 self._on_stuck("a rank could not be ended, not even with SIGKILL")
+            cuda.wait_until_free(self._hub.pids().values(), grace)
 
-    def _look_back(self, worker_group: WorkerGroup, result: RunResult) -> None:
-        """Report a death that came between our look and torch's: torch has ended the others already."""
-        self._attended = True
-        ended = self._hub.ended_at()
-        now = time.monotonic_ns()
-        deaths = [Death(rank, item.exitcode, ended.get(rank, now)) for rank, item in result.failures.items()]
-        with self._watchdog.phase("the death was not reported", 4 * self._hub.settings.monitor.testimony_timeout + 60):
-            self._testify_and_report(worker_group, {}, deaths)
+    def _failures(self, group: WorkerGroup) -> dict[int, ProcessFailure]:
+        """Return the failed workers of this node, as torch wants them: it raises for an error file that it can't read."""
+        codes = (self._vigil.exit_codes if self._vigil is not None else {}) or self._coroner.dead()
+        errors = {rank: path for rank, path in self._papers(group, {}).errors.items() if torch_can_read(path)}
+        return {
+            worker.global_rank: ProcessFailure(
+                local_rank=worker.local_rank,
+                pid=worker.id,
+                exitcode=codes[worker.global_rank],
+                error_file=errors.get(worker.global_rank, ""),
+            )
+            for worker in group.workers
+            if worker.global_rank in codes
+        }
 
-    def _testify_and_report(
-        self, worker_group: WorkerGroup, lost: dict[int, str], deaths: list[Death] | None = None
-    ) -> None:
-        assert self._link is not None
-        timeout = self._hub.settings.monitor.testimony_timeout
-        owner = self._link.raise_alarm({"cycle": self.cycle})
-        testimonies = self._hub.testify(timeout)
-        if not owner and self._link.await_report(3 * timeout) is not None:
-            return
-        testimonies += self._link.collect(timeout + 2.0)  # a node that waits for a stopped monitor needs all of it
-        deaths = self._deaths(worker_group) if deaths is None else deaths
-        lost = lost | self._link.lost_nodes()
-        report = self._compose(worker_group, testimonies, deaths, lost)
-        self._link.publish(report)
-        self._publish(report)
+    def _papers(self, worker_group: WorkerGroup, pids: dict[int, int]) -> Papers:
+        """Return where each rank's stderr and its error go, as far as they are redirected."""
+        logs = self._pcontext.stderrs if self._pcontext is not None else {}
+        errors = self._pcontext.error_files if self._pcontext is not None else {}
 
-    def _compose(
-        self,
-        worker_group: WorkerGroup,
-        testimonies: list[dict[str, Any]],
-        deaths: list[Death],
-        lost: dict[int, str],
-    ) -> reports.Report:
-        assert self._link is not None
-        nodes = self._link.nodes
-        left = self._remaining_restarts
-        if left > 0:
-            total = worker_group.spec.max_restarts
-            detail = f"all workers are restarted ({total - left + 1} of {total} restarts used)"
-        elif worker_group.spec.max_restarts == 0:
-            detail = "the job was ended, because --max-restarts is 0; with --max-restarts=N it would be restarted"
-        else:
-            detail = f"the job was ended: all {worker_group.spec.max_restarts} restarts are used"
-        log_paths = self._log_paths(worker_group)
-        evidence = reports.Evidence(
-            cycle=self.cycle,
-            testimonies=testimonies,
-            deaths=deaths,
-            hangs=self._hub.hangs(),
-            logs={rank: tail_of(Path(path)) for rank, path in log_paths.items()},
-            log_paths=log_paths,
-            hosts={rank: node.host for node in nodes for rank in node.ranks},
-            pids=self._hub.pids(),
-            lost={rank: why for node, why in lost.items() for rank in nodes[node].ranks},
-        )
-        return reports.compose(evidence, "restart" if left > 0 else "stop", detail)
+        def by_rank(paths: dict[int, Any]) -> dict[int, Any]:
+            found = {worker.global_rank: paths.get(worker.local_rank) for worker in worker_group.workers}
+            return {rank: path for rank, path in found.items() if path and path != os.devnull}
 
-    def _deaths(self, worker_group: WorkerGroup) -> list[Death]:
-        """Return the workers that ended with a failure, without reaping them: that is torch's business."""
-        ended = self._hub.ended_at()
-        found = []
-        for worker in worker_group.workers:
-            try:
-                info = os.waitid(os.P_PID, worker.id, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            except ChildProcessError:
-                continue
-            if info is not None and info.si_status != 0:
-                code = info.si_status if info.si_code == os.CLD_EXITED else -info.si_status
-                found.append(Death(worker.global_rank, code, ended.get(worker.global_rank, time.monotonic_ns())))
-        return found
+        return Papers(by_rank(pids), by_rank(logs), by_rank(errors))
 
-    def _log_paths(self, worker_group: WorkerGroup) -> dict[int, str]:
-        """Return where each rank's stderr goes, as far as it is redirected."""
-        paths = self._pcontext.stderrs if self._pcontext is not None else {}
-        found = {worker.global_rank: paths.get(worker.local_rank) for worker in worker_group.workers}
-        return {rank: path for rank, path in found.items() if path and path != os.devnull}
+
+def _goes_on(order: dict[str, Any], leaves: bool) -> bool:
+    """Whether this launcher has workers, or may have them again, after a verdict."""
+    return order["action"] not in sentence.ENDS and not leaves
+
+
+def _nothing_returned(group: WorkerGroup) -> RunResult:
+    return RunResult(WorkerState.SUCCEEDED, return_values={worker.global_rank: None for worker in group.workers})

@@ -20,6 +20,7 @@ from resilience import config
 from resilience.config import ACCEPTED_WITHOUT_EFFECT, Settings
 from resilience.errors import ConfigError, UnsupportedPlatform, nearest
 from resilience.launcher import lines
+from resilience.values import show
 
 
 class Parser(argparse.ArgumentParser):
@@ -57,7 +58,7 @@ def add_settings(parser: Parser) -> None:
     )
     for name, item in config.parameters().items():
         initial = item.default_factory() if callable(item.default_factory) else item.default
-        help_text = f"{item.metadata['doc']} (default: {config.show(initial, item.metadata['kind'])})"
+        help_text = f"{item.metadata['doc']} (default: {show(initial, item.metadata['kind'])})"
         group.add_argument(*_spellings(name), dest=f"ft_{name}", metavar="X", help=help_text)
     for name in ACCEPTED_WITHOUT_EFFECT:
         group.add_argument(*_spellings(name), dest=f"ft_{name}", help=argparse.SUPPRESS)
@@ -68,20 +69,18 @@ def add_settings(parser: Parser) -> None:
         metavar="S",
         help="ft_launcher's names of --shutdown-timeout",
     )
-    group.add_argument(
-        *("--ft-restart-policy", "--ft-restart_policy", "--restart-policy", "--restart_policy"),
-        dest="restart_policy",
-        choices=["any-failed"],
-        default="any-failed",
-        help="all workers restart when any fails",
-    )
     group.add_argument("--ignore-missing-fault-tol-cfg", action="store_true", help=argparse.SUPPRESS)
+
+
+_ALSO_WITHOUT_PREFIX = ("restart_policy", "dynamic_failover_extension")
 
 
 def _spellings(name: str) -> list[str]:
     """Return all flags of a setting: ours, with underscores, and ft_launcher's older ones."""
     dashed = name.replace("_", "-")
-    return list(dict.fromkeys([f"--ft-{dashed}", f"--ft-{name}", f"--ft-param-{name}", f"--ft-param-{dashed}"]))
+    ours = [f"--ft-{dashed}", f"--ft-{name}", f"--ft-param-{name}", f"--ft-param-{dashed}"]
+    bare = [f"--{dashed}", f"--{name}"] if name in _ALSO_WITHOUT_PREFIX else []
+    return list(dict.fromkeys(ours + bare))
 
 
 def settings_from(args: argparse.Namespace) -> Settings:
@@ -97,7 +96,8 @@ def main(argv: list[str]) -> int:
         raise UnsupportedPlatform(
             f"resilience run needs Linux (memfd, pidfd); this is {sys.platform}. The in-loop calls are no-ops here."
         )
-    from torch.distributed.run import get_args_parser  # noqa: PLC0415 - `resilience --help` and `config` need no torch
+    with config.told_to_ourselves("TORCH_CPP_LOG_LEVEL", "ERROR"):  # a store that is gone gives a page of C++ per call
+        from torch.distributed.run import get_args_parser  # noqa: PLC0415 - `resilience --help` and `config` need no torch
 
     _open_missing_streams()
     parser = Parser(
@@ -124,6 +124,7 @@ def _run(args: Any, settings: Settings) -> int:
     from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousError  # noqa: PLC0415
 
     from resilience.launcher.launch import Session  # noqa: PLC0415
+    from resilience.launcher.meeting import NotWanted  # noqa: PLC0415
 
     log = logging.getLogger("resilience.launcher")
     # Its lines name whoever was ended last; the report names the culprit.
@@ -133,27 +134,30 @@ def _run(args: Any, settings: Settings) -> int:
     try:
         record(session.run)()  # torch's record: an outer launcher finds the first failure in its error file
     except ChildFailedError:
-        return 1
+        pass  # reported, and the session knows its exit code
     except SignalException as stop:
         log.warning("ended by %s.", stop.sigval.name)
-        return 1
+        session.ended_by(stop.sigval)
     except KeyboardInterrupt:
         log.warning("ended by SIGINT.")
-        return 130
+        session.exit_code = 130
+    except NotWanted as error:
+        log.warning("%s. This launcher ends with exit code %s.", error.outcome.why, error.outcome.exit_code)
+        session.exit_code = error.outcome.exit_code
     except RendezvousError as error:
         log.error("%s", _rendezvous_failure(error, args))
         if isinstance(error, RendezvousConnectionError) and session.agent is not None and session.agent.cycle >= 0:
-            return session.report_cut_off("the rendezvous store is gone")
-        return 1
-    else:
-        restarts = max(0, session.agent.cycle) if session.agent else 0
-        log.info("finished: all workers ended with 0, after %s restart%s.", restarts, "s" * (restarts != 1))
+            session.exit_code = session.report_cut_off("the rendezvous store is gone")
     finally:
-        for name in args.signals_to_handle.split(","):  # one more signal must not stop the cleaning up
+        for name in [
+            *args.signals_to_handle.split(","),
+            "SIGUSR1",
+            "SIGUSR2",
+        ]:  # one more must not stop the cleaning up
             with contextlib.suppress(AttributeError, ValueError, OSError):
                 signal.signal(getattr(signal, name.strip()), signal.SIG_IGN)
         session.close()
-    return 0
+    return session.exit_code
 
 
 def _open_missing_streams() -> None:

@@ -6,6 +6,7 @@ nothing is shown out.
 
 from __future__ import annotations
 
+import logging
 import os
 import selectors
 import socket
@@ -13,11 +14,13 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from resilience.failover.sentence import EXCLUDE_THIS_NODE, SHUTDOWN_WORKLOAD
 from resilience.launcher.learner import Learner
 from resilience.launcher.post import Post
 from resilience.pulse import channel
 from resilience.pulse.timeouts import from_json
 
+_LOG = logging.getLogger("resilience.launcher")
 _MAX_CALLERS = 64
 _CALLER_S = 10.0
 
@@ -29,15 +32,18 @@ class Desk:
         self,
         path: str,
         selector: selectors.BaseSelector,
+        *,
         posts: Sequence[Post],
         learner: Learner,
         learned: Callable[[], None],
+        requested: Callable[[], None],
     ) -> None:
         self.path = path
         self._selector = selector
         self._posts = posts
         self._learner = learner
         self._learned = learned
+        self._requested = requested
         self._callers: dict[socket.socket, float] = {}
         self._server = self._listen()
 
@@ -122,8 +128,21 @@ class Desk:
                 )
                 self._learned()
             channel.send(connection, {"ok": True})
+        elif op == "control":
+            channel.send(connection, self._control(post, message))
         else:
             channel.send(connection, {"error": f"unknown request {op!r}"})
+
+    def _control(self, post: Post, message: channel.Message) -> channel.Message:
+        """Take a control request: the agent acts on it in its next turn, which begins now."""
+        action, description = message.get("action"), str(message.get("description"))[:1000]
+        if action not in ("Continue", EXCLUDE_THIS_NODE, SHUTDOWN_WORKLOAD):
+            return {"error": f"unknown action {action!r}"}
+        _LOG.info("rank %s asks for %s: %s", post.rank, action, description)
+        if action != "Continue":
+            post.request = {"rank": post.rank, "action": action, "description": description}
+            self._requested()
+        return {"ok": True}
 
     def read_pages(self) -> None:
         """Bring the learner up to date at once, without waiting for the monitors' next status."""

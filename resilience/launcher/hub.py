@@ -23,6 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from resilience.config import Settings
+from resilience.failover.sentence import SHUTDOWN_WORKLOAD
+from resilience.launcher.brakes import Brakes
 from resilience.launcher.desk import Desk
 from resilience.launcher.learner import Learner
 from resilience.launcher.post import Post
@@ -48,20 +50,29 @@ class Hub:
         self._scratch = scratch
         self._posts = [Post(local_rank) for local_rank in range(ranks)]
         self._changed = threading.Condition()
+        self.brakes = Brakes(self._posts, self._changed)
         self._closing = False
         self._limits_stale = False
         self._limits_sent = 0.0
         self._requests = 0
+        self.bell = threading.Event()  # rung when the agent has something to look at
         self._resumed_ns = 0
         self._selector = selectors.DefaultSelector()
         self._wake_r, self._wake_w = socket.socketpair()
         self._wake_r.setblocking(False)
         self._selector.register(self._wake_r, selectors.EVENT_READ, self._hear_nothing)
         self.socket_path = str(scratch / "socket")
-        self._desk = Desk(self.socket_path, self._selector, self._posts, self.learner, self._limits_changed)
         self._launcher_pidfd = os.pidfd_open(os.getpid())
-        for post in self._posts:
+        for post in self._posts:  # before anything else: from here on somebody cleans up after us
             self._start_monitor(post)
+        self._desk = Desk(
+            self.socket_path,
+            self._selector,
+            posts=self._posts,
+            learner=self.learner,
+            learned=self._limits_changed,
+            requested=self.bell.set,
+        )
         self._thread = threading.Thread(target=self._run, name="resilience-hub", daemon=True)
         self._thread.start()
 
@@ -97,6 +108,12 @@ class Hub:
         with self._changed:
             return max((post.step for post in self._posts if post.step is not None), default=None)
 
+    def request(self) -> dict[str, Any] | None:
+        """Return what a rank of this cycle asked the launcher for, if anything."""
+        with self._changed:
+            found = [post.request for post in self._posts if post.request is not None]
+            return max(found, key=lambda item: item["action"] == SHUTDOWN_WORKLOAD, default=None)
+
     def pids(self) -> dict[int, int]:
         """Return the pids of this cycle, by rank."""
         with self._changed:
@@ -119,6 +136,7 @@ class Hub:
     def end_ranks(self, signum: int, grace: float, patience: float = 5.0) -> bool:
         """End every rank of this node: ``signum``, after ``grace`` SIGKILL. Returns when all are gone, or gives up on a
         rank that even SIGKILL does not end (it is in the kernel), says so and returns False."""
+        self.brakes.announce_the_end()
         with self._changed:
             for post in self._posts:
                 if post.alive():
@@ -288,8 +306,10 @@ class Hub:
             self._limits_stale = True
         if op == "ended":
             post.ended_ns = time.monotonic_ns()
+            self.bell.set()
         elif op == "hang":
             post.hang = message
+            self.bell.set()
             self.learner.alarm(message["clock"], Limit(message["timeout"], message["source"], message["warmup"]))
         elif op == "warn":
             _LOG.warning(

@@ -10,25 +10,30 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch.distributed.elastic.rendezvous.registry as rendezvous_registry
 from torch.distributed.elastic import events, metrics
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
 from torch.distributed.launcher.api import LaunchConfig
 
 from resilience import config
 from resilience.config import Settings
-from resilience.launcher import deadlines, lines, rundir
+from resilience.failover import exits
+from resilience.failover.extension import Extension
+from resilience.failover.failure import HARDWARE_CODES
+from resilience.launcher import cuda, deadlines, lines, rundir
 from resilience.launcher.agent import Agent
+from resilience.launcher.coroner import Coroner
+from resilience.launcher.court import Court
 from resilience.launcher.hub import Hub
 from resilience.launcher.logs import Console, CycleLogs
-from resilience.launcher.rendezvous import FreshStores, OneNode, rank_0_hosts_the_store
+from resilience.launcher.meeting import NotWanted
+from resilience.launcher.signals import STOP, end_on_signals
+from resilience.launcher.venue import Venue, open_venue
 from resilience.observe import report as reports
 
 _LOG = logging.getLogger("resilience.launcher")
-EXIT_CUT_OFF = 75  # EX_TEMPFAIL: the node lost its job; the same command may work later
 WORKER = str(Path(__file__).parent.parent / "_worker")
 
 
@@ -50,6 +55,9 @@ class Session:
 
     def __init__(self, job: Job) -> None:
         self.job = job
+        self.exit_code = exits.FAILED
+        path, timeout = job.settings.failover.dynamic_failover_extension, job.settings.failover.failover_timeout
+        self.extension = Extension(path, timeout) if path else None
         self.run_dir = rundir.make_run_dir(job.settings.launcher.run_dir, job.launch.run_id)
         self.scratch = rundir.Scratch()
         try:
@@ -72,6 +80,7 @@ class Session:
                 config.ENV_RUN: str(self.run_dir),
                 config.ENV_LATE_ATTACH: None if self._has_trampoline() else "1",
                 "TORCHELASTIC_SIGNALS_TO_HANDLE": launch.signals_to_handle,
+                **cuda.variables(self.run_dir, config.environment()),
             }
         )
         _LOG.info("reports and logs: %s", self.run_dir)
@@ -85,10 +94,22 @@ class Session:
             local_addr=launch.local_addr,
             **launch.rdzv_configs,
         )
+        coroner = Coroner()
+        venue = open_venue(parameters, settings)
         self.agent = Agent(
-            spec=self._spec(parameters),
+            spec=self._spec(venue.handler),
             logs_specs=self._logs(),
             hub=self.hub,
+            venue=venue,
+            court=Court(
+                self.hub,
+                coroner,
+                settings,
+                max_restarts=launch.max_restarts,
+                extension=self.extension,
+                flight=cuda.flight_folder(self.run_dir) if cuda.present() else None,
+            ),
+            coroner=coroner,
             publish=self.publish,
             on_stuck=self.cut_off,
             rendezvous_limit=deadlines.rendezvous_limit(launch),
@@ -96,38 +117,36 @@ class Session:
             log_line_prefix_template=launch.log_line_prefix_template,
             shutdown_timeout=launch.shutdown_timeout,
         )
-        self._run_agent(self.agent, launch)
+        end_on_signals()
+        self._run_agent(self.agent, venue, launch)
 
-    def _run_agent(self, agent: Agent, launch: LaunchConfig) -> None:
-        """What torch's ``launch_agent`` does around ``agent.run``."""
-        close_rendezvous = True
+    def _run_agent(self, agent: Agent, venue: Venue, launch: LaunchConfig) -> None:
+        """What torch's ``launch_agent`` does around ``agent.run``; but who ends by itself does not end the job for others."""
         try:
             metrics.initialize_metrics(metrics.MetricsConfig(launch.metrics_cfg))
             result = agent.run()
             events.record(agent.get_event_succeeded(), launch.event_log_handler)
-            if result is not None and result.is_failed():
-                raise ChildFailedError(name=self.job.name, failures=result.failures)
-        except SignalException:
-            close_rendezvous = False  # it would end the job for every other node
-            events.record(agent.get_event_failed(), launch.event_log_handler)
+        except NotWanted:
             raise
-        except ChildFailedError:
+        except BaseException as error:
+            agent.leave()
+            if isinstance(error, (Exception, SignalException)):
+                events.record(agent.get_event_failed(), launch.event_log_handler)
+            if isinstance(error, Exception) and not venue.has_roster:
+                venue.handler.shutdown()
             raise
-        except Exception:
-            events.record(agent.get_event_failed(), launch.event_log_handler)
-            raise
-        finally:
-            if close_rendezvous:
-                agent.get_worker_group().spec.rdzv_handler.shutdown()
+        if not venue.has_roster:
+            venue.handler.shutdown()
+        self.exit_code = agent.outcome.exit_code if agent.outcome is not None else exits.FINISHED
+        if result is not None and result.is_failed() and result.failures:
+            raise ChildFailedError(name=self.job.name, failures=result.failures)
+        if self.exit_code == exits.FINISHED and result is not None:
+            restarts = max(0, agent.cycle)
+            ended = "enough nodes ended well, not this one" if agent.parked else "all workers ended with 0"
+            _LOG.info("finished: %s, after %s restart%s.", ended, restarts, "s" * (restarts != 1))
 
-    def _spec(self, parameters: RendezvousParameters) -> WorkerSpec:
+    def _spec(self, handler: RendezvousHandler) -> WorkerSpec:
         launch = self.job.launch
-        alone = launch.max_nodes == 1 and launch.rdzv_backend == "c10d" and launch.rdzv_endpoint == "localhost:0"
-        if alone and not rank_0_hosts_the_store():
-            inner = OneNode(launch.run_id)
-        else:
-            inner = rendezvous_registry.get_rendezvous_handler(parameters)
-        handler = FreshStores(inner, launch.local_addr)
         return WorkerSpec(
             role=launch.role,
             local_world_size=launch.nproc_per_node,
@@ -154,13 +173,22 @@ class Session:
     def _has_trampoline(self) -> bool:
         return not isinstance(self.job.entrypoint, str) or WORKER in self.job.arguments
 
+    def ended_by(self, signum: signal.Signals) -> None:
+        """Choose the exit code after a signal: of a script that calls us, one that asks to stop is a preemption."""
+        if signum in STOP and self.hub.learner.adopted:
+            self.exit_code = exits.PREEMPTED
+
     def publish(self, report: reports.Report) -> None:
         """Keep a report and show it; the one that ends the job is shown last of all."""
-        self._keep(report)
-        if report["action"] == "stop":
-            self.last_words = report
-        else:
-            self._show(report)
+        last = report.pop("last", False)
+        try:
+            self._keep(report)
+            if last:
+                self.last_words = report
+            else:
+                self._show(report)
+        except Exception:  # noqa: BLE001 - what workers leave may be odd; a report must not end the job
+            _LOG.exception("the report of cycle %s could not be made", report.get("cycle"))
 
     def _keep(self, report: reports.Report) -> None:
         try:
@@ -173,11 +201,11 @@ class Session:
 
     def cut_off(self, why: str) -> None:
         """End this node: its launcher is stuck. Runs in the watchdog's thread; the main thread may never return."""
-        self.report_cut_off(why)
+        self.exit_code = self.report_cut_off(why)
         monitor = self.job.settings.monitor
         self.hub.end_ranks(monitor.rank_termination_signal, monitor.rank_term_timeout)
         self.close()
-        os._exit(EXIT_CUT_OFF)
+        os._exit(exits.CUT_OFF)
 
     def report_cut_off(self, why: str) -> int:
         """Report that this node is cut off; return the exit code that says so."""
@@ -187,24 +215,29 @@ class Session:
             cycle=self.agent.cycle if self.agent else 0,
             testimonies=testimonies,
             hangs=self.hub.hangs(),
-            hosts=dict.fromkeys(pids, host),
+            nodes=dict.fromkeys(pids, (-1, host)),
             pids=pids,
             lost=dict.fromkeys(pids, f"this node is cut off: {why}"),
         )
-        done = f"the workers of this node were ended, the launcher ends with exit code {EXIT_CUT_OFF}"
-        report = reports.compose(evidence, "stop", done)
+        done = f"the workers of this node were ended, the launcher ends with exit code {exits.CUT_OFF}"
+        report = reports.conclude(reports.compose(evidence), "stop", done)
         self._keep(report)
         self.last_words = report
-        return EXIT_CUT_OFF
+        return exits.CUT_OFF
 
     def close(self) -> None:
         """Take everything down, in order; show what there is to say last."""
         if self.agent is not None:
             self.agent.close()
         self.hub.end_ranks(signal.SIGKILL, 0.0)
+        self.scratch.remove()  # before the monitors go: they take it away if we are killed first
         self.hub.close()
-        self.scratch.remove()
+        if self.extension is not None:
+            self.extension.close()
         if self.last_words is not None:
             self._show(self.last_words)
+        if self.exit_code != exits.FINISHED:
+            meaning = exits.MEANINGS.get(self.exit_code) or HARDWARE_CODES.get(self.exit_code, "interrupted")
+            _LOG.info("exit code %s: %s.", self.exit_code, meaning)
         _LOG.info("reports and logs: %s", self.run_dir)
         self.console.close()

@@ -142,7 +142,7 @@ class Console:
 
     def say(self, text: str) -> None:
         """Show a text of the launcher's own on stderr, after the workers' lines that are there already."""
-        self._said.append(text.encode())
+        self._said.append(text.encode(errors="backslashreplace"))  # a message may hold half a character
 
     def forget(self) -> None:
         """Let go of the files of a cycle that is over, once everything in them has been shown."""

@@ -39,6 +39,7 @@ class Post:
         self.step: int | None = None
         self.hang: dict[str, Any] | None = None
         self.ended_ns = 0
+        self.request: dict[str, Any] | None = None
 
     def renew(self, cycle: int, rank: int) -> None:
         """Make everything new for the next life of the rank."""

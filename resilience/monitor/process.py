@@ -31,7 +31,7 @@ from resilience.monitor.ladder import Ladder
 from resilience.monitor.testimony import describe
 from resilience.monitor.verdict import FINE, HANG, WARN, Life, Verdict, learned_from, verdict
 from resilience.pulse import channel
-from resilience.pulse.page import Page, PageView
+from resilience.pulse.page import W_ENDING, Page, PageView
 from resilience.pulse.timeouts import Timeouts, from_json, to_json
 
 _S = 1_000_000_000
@@ -217,6 +217,7 @@ class Monitor:
         signum, watch.ladder = watch.ladder.due(now)
         if signum is None:
             return
+        watch.page.words[W_ENDING] = 1  # it is no request to stop
         proc.signal_group(watch.pid, watch.started_ticks, signum)
         state = proc.state_of(watch.pid)
         if signum != signal.SIGKILL and state is not None and state.state in "Tt":
@@ -282,6 +283,7 @@ class Monitor:
             while not select.select([watch.pidfd], [], [], 0.05)[0] and time.monotonic_ns() < give_up:
                 signum, ladder = ladder.due(time.monotonic_ns())
                 if signum is not None:
+                    watch.page.words[W_ENDING] = 1
                     proc.signal_group(watch.pid, watch.started_ticks, signum)
                     proc.signal_group(watch.pid, watch.started_ticks, signal.SIGCONT)
             proc.sweep_session(watch.pid, watch.started_ticks)

@@ -28,6 +28,7 @@ def describe(
         "beats": view.beats,
         "beat_age": (now_ns - view.beat_at) / _S if view.beat_at else None,
         "quiet": (now_ns - _last_sign(view, started_ns)) / _S,
+        "sign_ns": _last_sign(view, started_ns),
         "sections": [{"name": row.name, "age_s": round((now_ns - row.open_since) / _S, 3)} for row in view.open_rows()],
         "entries": _entries(view),
         "finishing": bool(view.finishing_since),

@@ -78,6 +78,13 @@ def attach() -> Page | None:
     return page
 
 
+def trace_crashes() -> None:
+    """Have segfaults and aborts leave the stacks of all threads on stderr."""
+    if not faulthandler.is_enabled():
+        with contextlib.suppress(Exception):  # stderr may be closed, or no real file
+            faulthandler.enable(all_threads=True)
+
+
 def ask(message: channel.Message, timeout: float = 5.0) -> channel.Message | None:
     """Ask the launcher something rare (timeouts, a control request). ``None`` when there is no launcher or no answer."""
     env = config.rank_environment()

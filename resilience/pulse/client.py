@@ -1,7 +1,8 @@
 """The in-loop calls: ``heartbeat``, ``section``, ``expect_heartbeats``, ``end_all_sections``, ``done``.
 
 Rule: a call is a few stores into the rank's page; it can't block, and it never raises because of us. Without a launcher
-every call is a no-op, said once at debug level.
+the page is a private one that nobody watches, which is said once at debug level: misuse raises and ``@record`` knows the
+step and the sections there too.
 
 Hazard: after ``fork`` a child (a DataLoader worker) must not write its parent's page: the calls are no-ops there.
 """
@@ -13,14 +14,16 @@ import inspect
 import logging
 import math
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ContextDecorator
 from datetime import timedelta
 from typing import Any, cast
 
+from resilience import config
 from resilience.errors import PulseError
 from resilience.pulse import attach
-from resilience.pulse.section import F, Section
+from resilience.pulse.page import Page
+from resilience.pulse.section import F, Section, marks_of
+from resilience.pulse.stop import Stop
 from resilience.pulse.writer import Pulse
 
 Timeout = float | timedelta | None
@@ -32,23 +35,28 @@ class _Process:
     def __init__(self) -> None:
         self.pulse: Pulse | None = None
         self.sections: dict[str, Section] = {}
+        self.stop: Stop | None = None
         self._looked = False
 
     def look(self) -> Pulse | None:
-        """Find the pulse on first use; afterwards answer from memory."""
+        """Find the pulse on first use; afterwards answer from memory. ``None`` in a forked child only."""
         if not self._looked:
             self._looked = True
             page = attach.page_of_this_process()
             if page is None:
                 logging.getLogger("resilience").debug(
-                    "no launcher: heartbeats and sections do nothing. Start the script with `resilience run` to be watched."
+                    "no launcher: nobody watches heartbeats and sections. Start the script with `resilience run` to be watched."
                 )
-            else:
-                self.pulse = Pulse(page)
+                page = Page.private()
+            self.pulse = Pulse(page)
+            self.stop = Stop(page, alone=page.fd < 0 and config.rank_environment().world < 2)
         return self.pulse
 
     def forget(self) -> None:
         """Let go of the page: it is the parent's. Sections that the script still holds become no-ops too."""
+        if self.stop is not None:
+            self.stop.forget()
+            self.stop = None
         for known in self.sections.values():
             known.detach()
         self.pulse = None
@@ -78,22 +86,39 @@ def done() -> None:
         pulse.unexpect()
 
 
-@contextmanager
-def expect_heartbeats(timeout: Timeout = None) -> Iterator[None]:
+class expect_heartbeats(ContextDecorator):  # noqa: N801 - reads as what it does
     """Expect heartbeats from here to the end of the block, the first one included.
 
     ``timeout`` is the longest time between two of them: seconds, a ``timedelta``, ``None`` for learned, ``math.inf``
     for none.
     """
-    limit = seconds(timeout)
-    pulse = _here.pulse or _here.look()
-    if pulse is not None:
-        pulse.expect(limit)
-    try:
-        yield
-    finally:
+
+    def __init__(self, timeout: Timeout = None) -> None:
+        self._limit = seconds(timeout)
+        self._pulses: list[Pulse | None] = []
+
+    def __enter__(self) -> None:
+        pulse = _here.pulse or _here.look()
+        self._pulses.append(pulse)
+        if pulse is not None:
+            pulse.expect(self._limit)
+
+    def __exit__(self, *error: object) -> None:
+        pulse = self._pulses.pop()
         if pulse is not None and pulse is _here.pulse:
             pulse.relax()
+
+
+def stop_requested() -> bool:
+    """Whether to stop now: call it once per step, on every rank, and save and leave the loop when it is true.
+
+    It turns true on all ranks at the same step after SIGTERM or SIGUSR1 to a launcher or to a rank. Handlers that you had for
+    them when you call this first are called as well. It has to be called from the main thread. Under plain ``torchrun`` ranks
+    can't agree, and it stays false; in a single process a signal is enough.
+    """
+    if _here.stop is None:
+        _here.look()
+    return _here.stop is not None and _here.stop.requested()
 
 
 def end_all_sections() -> None:
@@ -143,6 +168,20 @@ def section(name: str, timeout: Timeout = None) -> Section:
     if timeout is not None:
         known.limit(cast(float, seconds(timeout)))
     return known
+
+
+def last_step() -> int | None:
+    """Return the step of the last heartbeat that told one."""
+    return _here.pulse.page.read().step if _here.pulse is not None else None
+
+
+def open_sections() -> list[tuple[str, int]]:
+    """Return the sections that are open now, in whatever thread, with when they were opened (CLOCK_MONOTONIC)."""
+    rows = _here.pulse.page.read().open_rows() if _here.pulse is not None else []
+    return [(row.name, row.open_since) for row in rows]
+
+
+sections_left_by = marks_of
 
 
 def resume() -> None:

@@ -48,6 +48,7 @@ def _lives(pid: int) -> bool:
 def begin() -> Callable[[], None]:
     """Make this process a watched rank; return what is to be called when the script has returned."""
     tie_to_launcher()
+    attach.trace_crashes()
     if attach.attach() is None:
         return lambda: None
 

@@ -19,7 +19,9 @@ Layout, in words of 8 bytes (native byte order; rank and monitor are on one mach
     6       (free)                   96-     64 rows of 16 words, one per section and thread in it:
     7       finishing since                  opened at · closed at · times closed · largest · largest during warm-up ·
     8       heartbeats                       timeout given · (free) · (free) · name (64 bytes, NUL padded)
-    9       last heartbeat at
+    9       last heartbeat at        22-25   stop: calls · asked for by signal · waiting at · taken at
+                                     26-29   written by the launcher: stop armed · decided · the rank is being ended ·
+                                             stop confirmed to the other nodes
     10      heartbeats expected since (0: not expected)
     11      done since (0: not done)
 
@@ -42,6 +44,8 @@ NO_STEP = (1 << 64) - 1
 W_MAGIC, W_INCARNATION, W_PID, W_FLAGS, W_ATTACHED, W_ROWS, _, W_FINISHING = range(8)
 W_BEATS, W_BEAT_AT, W_EXPECTED, W_DONE, W_BEAT_TIMEOUT, W_STEP = range(8, 14)
 W_GAPS, W_GAPS_WARMUP, W_PAUSES, W_PAUSE, W_PAUSE_WARMUP, W_FIRST_SIGN, W_INSIDE, W_WHOLE_GAPS = range(14, 22)
+W_STOP_CALLS, W_STOP_ASKED, W_STOP_WAITING, W_STOP_TAKEN = range(22, 26)
+W_STOP_ARMED, W_STOP_DECIDED, W_ENDING, W_STOP_CONFIRMED = range(26, 30)  # the only words that the launcher writes
 W_RING = 32
 RING = 64
 W_TABLE = W_RING + RING
@@ -129,7 +133,7 @@ class Page:
     """A mapped page. The writer uses ``words`` and ``floats`` directly; readers call :meth:`read`."""
 
     def __init__(self, fd: int) -> None:
-        self.fd = fd
+        self.fd = fd  # -1: memory of this process alone
         self._map = mmap.mmap(fd, PAGE_BYTES)
         self.words = memoryview(self._map).cast("Q")
         self.floats = memoryview(self._map).cast("d")
@@ -143,12 +147,19 @@ class Page:
         os.ftruncate(fd, PAGE_BYTES)
         # A rank that cut it short would end everybody who reads it with SIGBUS.
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-        page = cls(fd)
-        page.words[W_INCARNATION] = incarnation
-        page.words[W_STEP] = NO_STEP
-        page.floats[W_BEAT_TIMEOUT] = math.nan
-        page.words[W_MAGIC] = MAGIC
-        return page
+        return cls(fd)._blank(incarnation)
+
+    @classmethod
+    def private(cls) -> Page:
+        """Make a page that only this process sees, for a rank without a launcher. Works on every platform."""
+        return cls(-1)._blank(0)
+
+    def _blank(self, incarnation: int) -> Page:
+        self.words[W_INCARNATION] = incarnation
+        self.words[W_STEP] = NO_STEP
+        self.floats[W_BEAT_TIMEOUT] = math.nan
+        self.words[W_MAGIC] = MAGIC
+        return self
 
     def name_of(self, row: int) -> str:
         """Return the name in a row of the section table."""
@@ -212,7 +223,8 @@ class Page:
         self.words.release()
         self.floats.release()
         self._map.close()
-        os.close(self.fd)
+        if self.fd >= 0:
+            os.close(self.fd)
 
 
 def _after_warmup(count: int) -> int:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from resilience.errors import RankMonitorClientError
-from resilience.pulse import attach, client
+from resilience.pulse import attach, client, control
 from resilience.pulse.timeouts import HEARTBEAT, INITIAL, OUTSIDE, SECTION
 
 
@@ -64,6 +64,11 @@ class RankMonitorClient:
         client.end_all_sections()
         client.done()
         self._ready = False
+
+    def send_workload_control_request(self, request: control.WorkloadControlRequest) -> None:
+        """Tell the launchers what to do with the job; they act at once."""
+        self._check()
+        control.send(request)
 
     def send_heartbeat(self) -> None:
         """Say that this rank is alive."""

@@ -6,6 +6,7 @@ by one thread at a time, which is why that is safe; entered from another thread 
 
 from __future__ import annotations
 
+import contextlib
 import math
 from _thread import get_ident
 from collections.abc import Callable
@@ -100,8 +101,10 @@ class Section:
     ) -> None:
         """Close what was opened last; nothing to do when ``end_all_sections`` came before."""
         if get_ident() != self.owner:
-            return self._leave_elsewhere()
+            return self._leave_elsewhere(value)
         depth = self.depth
+        if value is not None and depth:
+            leave_mark(value, self.name, self._opened_at)
         if depth == 1:
             self._close()
         elif depth:
@@ -178,10 +181,10 @@ class Section:
                 row.limit(self._timeout)
         return row.__enter__()
 
-    def _leave_elsewhere(self) -> None:
+    def _leave_elsewhere(self, value: BaseException | None = None) -> None:
         row = self._elsewhere.get(get_ident())
         if row is not None and self._pulse is not None:
-            row.__exit__(None, None, None)
+            row.__exit__(None, value, None)
             if not row.depth:
                 del self._elsewhere[get_ident()]
                 self._pulse.give_back(self.name, row)
@@ -191,3 +194,19 @@ class Section:
         from resilience.pulse.client import within  # noqa: PLC0415 - looked up by name at each call, as ``section`` does
 
         return within(self.name, function)
+
+
+_MARK = "__resilience_sections__"
+
+
+def leave_mark(error: BaseException, name: str, opened_ns: int) -> None:
+    """Note on an exception that it left a section: when it is recorded, the section is closed already."""
+    with contextlib.suppress(Exception):  # an exception may refuse attributes; it goes on as it is
+        marks = error.__dict__.setdefault(_MARK, {})
+        marks.pop(name, None)  # of one that is raised again and again the last passage counts
+        marks[name] = opened_ns
+
+
+def marks_of(error: BaseException) -> list[tuple[str, int]]:
+    """Return the sections that an exception left, innermost first, with when they were opened."""
+    return list(error.__dict__.get(_MARK, {}).items())

@@ -1,7 +1,8 @@
-"""Who is to blame? A pure function of what the ranks of a job testify.
+"""Who is to blame? A pure function of what the ranks of a job testify and how they ended.
 
 In lockstep training all ranks wait for the slowest. The one that is furthest behind is the culprit, the others that are
 silent are its victims, however their clocks expired. A rank that died comes before any that hangs: the hang is its doing.
+Of several that died, one that ended by itself comes before those whose collectives broke because it had.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from resilience.failover.failure import EXIT, HARDWARE_CODES, RankFailure
 
 _WAITING = (
     "distributed/distributed_c10d.py",
@@ -19,44 +22,55 @@ _WAITING = (
 
 
 @dataclass(frozen=True)
-class Death:
-    """A rank that ended with a failure, and when (CLOCK_MONOTONIC of its node)."""
-
-    rank: int
-    exit_code: int  # negative: signal
-    at_ns: int
-
-
-@dataclass(frozen=True)
 class Blame:
     """Who, why in one word, and who only waited."""
 
     rank: int | None
-    kind: str  # hang, exit, signal, node
+    kind: str  # hang, exit, signal, oom, exception, node, left
     victims: tuple[int, ...]
 
 
 def blame(
-    testimonies: Sequence[dict[str, Any]], deaths: Sequence[Death], hung: Sequence[int], lost: Sequence[int] = ()
+    testimonies: Sequence[dict[str, Any]], deaths: Sequence[RankFailure], hung: Sequence[int], lost: Sequence[int] = ()
 ) -> Blame:
     """Name the culprit of a cycle.
 
     ``hung``: ranks whose monitor gave a verdict. ``lost``: ranks of nodes that are silent.
     """
     everyone = {int(item["rank"]) for item in testimonies} | {death.rank for death in deaths} | set(hung) | set(lost)
-    if lost and all(death.exit_code > 0 for death in deaths):
+    first = first_cause(deaths)
+    if lost and (first is None or first.echo or _may_be_an_echo(first)):
         # Ranks that raise because a peer is gone are its victims; a signal is a cause of its own.
         return Blame(min(lost), "node", tuple(sorted(everyone - set(lost))))
-    if deaths:
-        first = min(deaths, key=lambda death: death.at_ns)
-        kind = "signal" if first.exit_code < 0 else "exit"
-        return Blame(first.rank, kind, _others(everyone, first.rank))
+    if first is not None and first.echo:
+        gone = [item for item in testimonies if item["state"] == "gone" and item["rank"] not in _ranks(deaths)]
+        if gone:  # everybody who failed fell over somebody, and this one left in peace before
+            early = min(gone, key=lambda item: (item["step"] if item["step"] is not None else -1, item["rank"]))
+            return Blame(int(early["rank"]), "left", _others(everyone, int(early["rank"])))
+    if first is not None:
+        return Blame(first.rank, first.kind, _others(everyone, first.rank))
     if not testimonies:
         culprit = min(hung) if hung else None
         return Blame(culprit, "hang", _others(everyone, culprit))
     shared = _shared_sections(testimonies)
     worst = min(testimonies, key=lambda item: _standing(item, shared, hung))
     return Blame(int(worst["rank"]), "hang", _others(everyone, int(worst["rank"])))
+
+
+def first_cause(deaths: Sequence[RankFailure]) -> RankFailure | None:
+    """Return the failure that came first of those that are no echo of another; of echoes alone the first."""
+    return min(deaths, key=lambda death: (death.echo, death.at_ns, death.rank), default=None)
+
+
+def _may_be_an_echo(death: RankFailure) -> bool:
+    """Whether a failure could come from a lost peer: it left no words, or only that a connection broke."""
+    if death.kind == EXIT:
+        return death.exit_code not in HARDWARE_CODES
+    return death.exit_code > 0 and death.signature.startswith(("Connection", "OSError", "TimeoutError", "BrokenPipe"))
+
+
+def _ranks(deaths: Sequence[RankFailure]) -> set[int]:
+    return {death.rank for death in deaths}
 
 
 def _others(everyone: set[int], culprit: int | None) -> tuple[int, ...]:

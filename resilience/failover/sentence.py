@@ -1,0 +1,98 @@
+"""From a decision to what every launcher does: the table of ``docs/failover.md``, as a pure function.
+
+action      culprit's node                     the other nodes                exit code of those that end
+restart     restarts its workers               restart theirs                 –
+node        ends its workers and leaves        restart theirs, or wait        76, or the worker's hardware code
+stop        ends                               end                            1
+abort       ends                               end                            77
+shutdown    ends                               end                            78
+preempted   ends                               end                            79
+wait        ends its workers, stays            go on untouched (min-healthy)  –
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from resilience.failover import exits
+from resilience.failover.failure import HARDWARE_CODES
+from resilience.failover.policy import Decision
+from resilience.failover.strategy import FailoverStrategy as Strategy
+
+RESTART, NODE, STOP, ABORT, SHUTDOWN, FINISHED = "restart", "node", "stop", "abort", "shutdown", "finished"
+PREEMPTED, WAIT = "preempted", "wait"
+ENDS = (STOP, ABORT, SHUTDOWN, FINISHED, PREEMPTED)  # for every node
+EXCLUDE_THIS_NODE, SHUTDOWN_WORKLOAD = "ExcludeThisNode", "ShutdownWorkload"
+
+
+@dataclass(frozen=True)
+class Sentence:
+    """What is done. ``leaver``: the node that leaves; ``excluded``: it must not come back; ``counts``: against the budget."""
+
+    action: str
+    detail: str
+    strategy: str = ""
+    exit_code: int = exits.FINISHED
+    leaver: int | None = None
+    also: tuple[int, ...] = ()  # other nodes that leave with it
+    excluded: bool = False
+    counts: bool = False
+
+    @property
+    def restarts(self) -> bool:
+        """Whether the job goes on."""
+        return self.action in (RESTART, NODE)
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What a sentence needs to know besides the decision: who it is about, and how many restarts are counted."""
+
+    node: int
+    host: str
+    exit_code: int | None
+    error_code: int | None
+    used: int
+    max_restarts: int
+
+
+def pronounce(decision: Decision, scene: Scene) -> Sentence:
+    """Turn a decision into what is done."""
+    name = decision.strategy.value
+    if not decision.restart:
+        return Sentence(STOP, decision.reason, name, exits.FAILED)
+    if decision.strategy is Strategy.ABORTION_FAILOVER:
+        return Sentence(ABORT, f"the job was ended on every node: {decision.reason}", name, exits.ABORTED)
+    if decision.strategy is Strategy.NODE_FAILOVER:
+        codes = [code for code in (scene.exit_code, scene.error_code) if code in HARDWARE_CODES]
+        code = codes[0] if codes and codes[0] is not None else exits.NODE_LEFT
+        where = f"node {scene.node} ({scene.host})"
+        detail = f"{where} leaves the job with exit code {code}, the others go on without it or wait: {decision.reason}"
+        return Sentence(NODE, detail, name, code, leaver=scene.node)
+    who = "the workers of every node" if decision.strategy is Strategy.GLOBAL_FAILOVER else "all workers"
+    budget = f"({scene.used + 1} of {scene.max_restarts} restarts used)"
+    why = "" if decision.reason == "all workers are restarted" else f"; {decision.reason}"
+    return Sentence(RESTART, f"{who} are restarted {budget}{why}", name, counts=True)
+
+
+def preempted(why: str) -> Sentence:
+    """A rank failed, or did not leave in time, while the job was to stop: nothing is started again."""
+    return Sentence(PREEMPTED, f"the job was to stop ({why}), nothing is restarted", exit_code=exits.PREEMPTED)
+
+
+def waits(chosen: Sentence, whole: int, min_nodes: int) -> Sentence:
+    """With ``min-healthy`` and enough whole nodes a restart is not due: this node's workers are ended, the others go on."""
+    are = f"{whole} node is" if whole == 1 else f"{whole} nodes are"
+    detail = f"the workers of this node were ended; {are} whole and --nnodes asks for {min_nodes}, so the others go on"
+    return Sentence(WAIT, detail, chosen.strategy)
+
+
+def on_request(request: Mapping[str, Any], node: int, host: str) -> Sentence:
+    """Turn a worker's control request into what is done."""
+    said = f"rank {request['rank']} asked for it: {request['description']}"
+    if request["action"] == SHUTDOWN_WORKLOAD:
+        return Sentence(SHUTDOWN, f"the job was shut down on every node; {said}", exit_code=exits.SHUT_DOWN)
+    detail = f"node {node} ({host}) is excluded from the job and leaves with exit code {exits.NODE_LEFT}; {said}"
+    return Sentence(NODE, detail, exit_code=exits.NODE_LEFT, leaver=node, excluded=True)

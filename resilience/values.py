@@ -1,0 +1,150 @@
+"""The kinds of values that settings have: how each is read from a flag, the environment or YAML, and how it is shown."""
+
+from __future__ import annotations
+
+import math
+import signal
+from collections.abc import Mapping
+from typing import Any
+
+from resilience.errors import ConfigError
+
+_NO_TIMEOUT = ("none", "null", "~", "")
+_ON = ("1", "true", "yes", "on")
+_OFF = ("0", "false", "no", "off")
+_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+
+
+def parse(name: str, raw: Any, kind: str, source: str) -> Any:
+    """Turn one raw value (text from a flag, or what YAML gave) into the setting's type."""
+    try:
+        return _PARSERS[kind](raw)
+    except (ValueError, TypeError, KeyError) as error:
+        wanted = _WANTED[kind]
+        raise ConfigError(f"{name}={raw!r} ({source}): {error}. Wanted: {wanted}. Nothing was started.") from error
+
+
+def _timeout(raw: Any) -> float | None:
+    if isinstance(raw, str) and raw.strip().lower() == "learned":
+        return None
+    return _timeout_or_none(raw)
+
+
+def _timeout_or_none(raw: Any) -> float:
+    if raw is None or (isinstance(raw, str) and raw.strip().lower() in _NO_TIMEOUT):
+        return math.inf
+    if isinstance(raw, float) and math.isinf(raw) and raw > 0:
+        return math.inf
+    return _positive(raw)
+
+
+def _positive(raw: Any) -> float:
+    if isinstance(raw, bool):
+        raise ValueError("a yes/no value is not a number of seconds")
+    value = float(raw)
+    if not 0 < value < math.inf:
+        raise ValueError("must be greater than 0 and finite")
+    return value
+
+
+def _count(raw: Any) -> int:
+    if isinstance(raw, bool):
+        raise ValueError("a yes/no value is not a number")
+    value = int(raw)
+    if not 1 <= value <= 900 or value != float(raw):
+        raise ValueError("must be a whole number from 1 to 900")
+    return value
+
+
+def _number(raw: Any) -> int | None:
+    if raw is None or (isinstance(raw, str) and raw.strip().lower() in _NO_TIMEOUT):
+        return None
+    if isinstance(raw, bool) or int(raw) != float(raw) or int(raw) < 0:
+        raise ValueError("must be a whole number from 0 up")
+    return int(raw)
+
+
+def _policy(raw: Any) -> str:
+    text = str(raw).strip().lower().replace("_", "-")
+    if text not in ("any-failed", "min-healthy"):
+        raise ValueError("no such policy")
+    return text
+
+
+def _timeouts(raw: Any) -> dict[str, float]:
+    if raw is None:
+        return {}
+    if isinstance(raw, str):
+        parts = [part.rpartition(":") for part in raw.split(",") if part.strip()]
+        for name, colon, _ in parts:
+            if not colon or not name.strip():
+                raise ValueError("every entry needs a name and a colon")
+        raw = {name.strip(): value.strip() for name, _, value in parts}
+    if not isinstance(raw, Mapping):
+        raise ValueError("not a mapping")
+    return {str(name): _timeout_or_none(value) for name, value in raw.items()}
+
+
+def _signal(raw: Any) -> signal.Signals:
+    if isinstance(raw, int) or (isinstance(raw, str) and raw.isdigit()):
+        return signal.Signals(int(raw))
+    name = str(raw).strip().upper().removeprefix("SIGNALS.")
+    return signal.Signals[name if name.startswith("SIG") else f"SIG{name}"]
+
+
+def _switch(raw: Any) -> bool:
+    text = str(raw).strip().lower()
+    if text not in _ON + _OFF:
+        raise ValueError("neither yes nor no")
+    return text in _ON
+
+
+def _level(raw: Any) -> str:
+    if isinstance(raw, int) or (isinstance(raw, str) and raw.isdigit()):
+        raw = {10: "DEBUG", 20: "INFO", 30: "WARNING", 40: "ERROR", 50: "CRITICAL"}[int(raw)]
+    text = str(raw).strip().upper()
+    text = {"DBG": "DEBUG", "WARN": "WARNING"}.get(text, text)
+    if text not in _LEVELS:
+        raise ValueError("not a log level")
+    return text
+
+
+_PARSERS: dict[str, Any] = {
+    "timeout": _timeout,
+    "timeout_or_none": _timeout_or_none,
+    "timeouts": _timeouts,
+    "positive": _positive,
+    "count": _count,
+    "number": _number,
+    "policy": _policy,
+    "signal": _signal,
+    "switch": _switch,
+    "level": _level,
+    "text": lambda raw: None if raw is None else str(raw),
+}
+_WANTED = {
+    "timeout": "seconds, 'learned', or null for no timeout",
+    "timeout_or_none": "seconds, or null for no timeout",
+    "timeouts": "name:seconds,name:seconds (null for no timeout)",
+    "positive": "a number greater than 0",
+    "count": "a whole number from 1 to 900",
+    "number": "a whole number from 0 up, or null for no limit",
+    "policy": "any-failed or min-healthy",
+    "signal": "a signal's name or number",
+    "switch": "true or false",
+    "level": ", ".join(_LEVELS),
+    "text": "text",
+}
+
+
+def show(value: Any, kind: str) -> str:
+    """Return a value as ``resilience config`` prints it; it can be given back as a flag."""
+    if value is None:
+        return "learned" if kind == "timeout" else "-"
+    if isinstance(value, float):
+        return "null" if math.isinf(value) else f"{value:g}"
+    if isinstance(value, signal.Signals):
+        return value.name
+    if isinstance(value, Mapping):
+        return ",".join(f"{name}:{show(item, 'timeout')}" for name, item in value.items()) or "-"
+    return str(value).lower() if isinstance(value, bool) else str(value)
