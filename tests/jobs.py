@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +79,43 @@ class Job:
         """What a rank of the train.py workload noted: [cycle, what, time, pid] lines."""
         path = self.progress / f"rank_{rank}"
         return [line.split() for line in path.read_text().splitlines()] if path.exists() else []
+
+    def rank(self) -> int:
+        """The one rank that this node has in its newest cycle; waits for it to begin."""
+
+        def newest() -> list[tuple[int, int]]:
+            found = [
+                (int(note[0]), rank) for rank in range(8) for note in self.notes(rank) if note[1].startswith("world")
+            ]
+            return sorted(found)
+
+        return int(wait_for(newest, f"a rank of this node\n{self.log()[-3000:]}")[-1][1])
+
+    def steps(self, cycle: int) -> list[int]:
+        """The steps that this node's ranks made in a cycle."""
+        return [
+            int(note[1][5:])
+            for rank in range(8)
+            for note in self.notes(rank)
+            if note[0] == str(cycle) and re.match(r"step-\d+$", note[1])
+        ]
+
+    def await_steps(self, cycle: int, number: int = 3) -> None:
+        """Wait until this node's ranks have made some steps in a cycle."""
+
+        def enough() -> bool:
+            if self.process.poll() is not None and len(self.steps(cycle)) < number:
+                raise AssertionError(f"the launcher ended before cycle {cycle} trained:\n{self.log()[-5000:]}")
+            return len(self.steps(cycle)) >= number
+
+        wait_for(enough, f"steps of cycle {cycle}\n{self.log()[-5000:]}")
+
+    def order(self, what: str, rank: int | None = None) -> None:
+        """Tell a rank of the fleet.py workload what to do."""
+        name = f"order_{'any' if rank is None else rank}"
+        partial = self.progress / f".{name}"
+        partial.write_text(what)
+        partial.rename(self.progress / name)
 
     def await_note(self, rank: int, what: str, cycle: int = 0) -> list[str]:
         """Wait until a rank noted ``what`` in ``cycle``."""
@@ -173,6 +212,65 @@ def job(
         yield started
     finally:
         started.close()
+
+
+def free_port() -> int:
+    """A TCP port on loopback that nobody uses now."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+class Fleet:
+    """Several launchers of one job on this machine; the first hosts the store unless ``port`` names another one."""
+
+    def __init__(self, folder: Path, nnodes: str, options: list[str], script: list[str], port: int = 0) -> None:
+        self._folder = folder
+        self._script = script
+        self._hosted_elsewhere = port > 0
+        self._stack = ExitStack()
+        self._options = [
+            f"--nnodes={nnodes}",
+            "--nproc-per-node=1",
+            "--rdzv-backend=c10d",
+            f"--rdzv-endpoint=127.0.0.1:{port or free_port()}",
+            "--rdzv-id=job",
+            "--local-addr=127.0.0.1",
+            *options,
+        ]
+        self.nodes: list[Job] = []
+        self.env: dict[str, str] = {}  # of the launchers that are added from now on
+
+    def add(
+        self, *options: str, env: dict[str, str] | None = None, wrap: Callable[[list[str]], list[str]] = list
+    ) -> Job:
+        """Start one more launcher."""
+        number = len(self.nodes)
+        host = "true" if number == 0 and not self._hosted_elsewhere else "false"
+        conf = f"--rdzv-conf=is_host={host},last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3"
+        command = [*self._options, conf, f"--ft-node-name=n{number}", *options]
+        started = self._stack.enter_context(
+            job(self._folder / f"node{number}", command, self._script, {**self.env, **(env or {})}, wrap)
+        )
+        self.nodes.append(started)
+        return started
+
+    def __enter__(self) -> Fleet:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def logs(self) -> str:
+        return "\n".join(f"--- node {number}\n{node.log()[-5000:]}" for number, node in enumerate(self.nodes))
+
+
+def fleet(folder: Path, count: int, nnodes: str, options: list[str], script: list[str]) -> Fleet:
+    """Start ``count`` launchers of one job."""
+    started = Fleet(folder, nnodes, options, script)
+    for _ in range(count):
+        started.add()
+    return started
 
 
 def train(*arguments: object) -> list[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import importlib.metadata
 import os
-import statistics
 import subprocess
 import sys
 import time
@@ -24,25 +23,33 @@ REPO = ROOT.parent
 PUBLIC = [
     "RankMonitorClient",
     "ResilienceError",
+    "WorkloadAction",
+    "WorkloadControlRequest",
     "__version__",
+    "annotate",
     "done",
     "end_all_sections",
     "expect_heartbeats",
     "heartbeat",
+    "record",
     "section",
+    "stop_requested",
 ]
 
 # Which rooms a room may import, besides itself. Nothing imports what stands above it.
 BASE = {"config", "errors"}
 MAY_IMPORT = {
     "errors": set[str](),
-    "config": {"errors"},
+    "config": {"errors", "values"},
+    "values": {"errors"},
     "pulse": BASE,
+    "recording": {"pulse", *BASE},
     "monitor": {"pulse", *BASE},
-    "observe": {"monitor", "pulse", *BASE},
-    "launcher": {"monitor", "observe", "pulse", *BASE},
-    "_worker": {"pulse", *BASE},
-    "__init__": {"pulse", "errors"},
+    "failover": {"pulse", *BASE},
+    "observe": {"failover", "pulse", *BASE},
+    "launcher": {"failover", "monitor", "observe", "pulse", "values", *BASE},
+    "_worker": {"pulse", "recording", *BASE},
+    "__init__": {"pulse", "recording", "errors"},
     "__main__": {"launcher", "observe", "errors", "__init__"},
     "run": {"launcher"},
 }
@@ -254,10 +261,11 @@ def test_import_costs_less_than_fifty_milliseconds() -> None:
         return time.perf_counter() - start
 
     run("import resilience")  # compiled once, as an installed package is
-    extra = []
-    for _ in range(9):  # interleaved: a neighbour's load meets both
-        extra.append(cost("import resilience") - cost("pass"))
-    assert statistics.median(extra) < 0.050
+    with_us, without = [], []
+    for _ in range(15):  # interleaved, and the best of each: a neighbour's load only ever adds
+        with_us.append(cost("import resilience"))
+        without.append(cost("pass"))
+    assert min(with_us) - min(without) < 0.050
 
 
 @pytest.mark.spawns

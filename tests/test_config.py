@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from resilience import config
+from resilience import config, values
 from resilience.config import Settings, parameters, rank_environment, resolve
 from resilience.errors import ConfigError
 
@@ -242,8 +242,8 @@ def test_level_is_a_name_or_pythons_number(raw: Any, level: str) -> None:
 def test_every_setting_is_documented_frozen_and_has_a_parser() -> None:
     for name, item in parameters().items():
         assert item.metadata["doc"], name
-        assert item.metadata["kind"] in config._PARSERS
-        assert item.metadata["kind"] in config._WANTED
+        assert item.metadata["kind"] in values._PARSERS
+        assert item.metadata["kind"] in values._WANTED
     with pytest.raises(dataclasses.FrozenInstanceError):
         Settings().timeouts.safety_factor = 1.0  # type: ignore[misc]
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+
+from tests.jobs import Fleet, wait_for
 
 ROOT = Path(__file__).parent.parent
 TRAIN = str(ROOT / "examples" / "train.py")
@@ -36,6 +39,24 @@ def test_the_example_learns_the_same_under_every_launcher(tmp_path: Path, ranks:
     with ThreadPoolExecutor() as pool:
         losses = set(pool.map(loss_of, commands))
     assert len(losses) == 1, losses
+
+
+def test_the_preemption_example_stops_together_and_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    script = [str(ROOT / "examples" / "preemption.py"), str(tmp_path / "checkpoints")]
+    ends: list[list[int]] = []
+    for run in range(2):
+        with Fleet(tmp_path / str(run), "2", [], script) as it:
+            it.env = {"STEPS": "100000" if run == 0 else str(ends[0][0] + 50)}
+            for _ in range(2):
+                it.add()
+            if run == 0:
+                wait_for(lambda it=it: any("step 200:" in node.log() for node in it.nodes), it.logs())  # type: ignore[misc]
+                os.kill(it.nodes[1].pid, signal.SIGTERM)
+            assert [node.wait() for node in it.nodes] == [79 if run == 0 else 0] * 2, it.logs()
+            told = [re.findall(r"step (\d+) is the last one", node.log()) for node in it.nodes]
+            assert told[0] == told[1], "all ranks left at the same step"
+            ends.append([int(told[0][0]), int(told[1][0])])
+    assert ends[1][0] == ends[0][0] + 49
 
 
 def test_the_demo_survives_a_kill_and_a_hang(tmp_path: Path) -> None:

@@ -6,45 +6,23 @@ import json
 import os
 import re
 import signal
-import socket
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from tests.jobs import WORKLOADS, Job, job, wait_for
+from tests.jobs import WORKLOADS, Job, fleet, wait_for
 
 pytestmark = pytest.mark.spawns
 SCRIPT = str(WORKLOADS / "two_nodes.py")
 
 
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
-
-
 @contextmanager
 def nodes(folder: Path, count: int, options: list[str], script: list[str]) -> Iterator[list[Job]]:
     """Start ``count`` launchers of one job; the first hosts the store."""
-    port = free_port()
-    common = [
-        f"--nnodes={count}",
-        "--nproc-per-node=1",
-        "--rdzv-backend=c10d",
-        f"--rdzv-endpoint=127.0.0.1:{port}",
-        "--rdzv-id=job",
-        "--local-addr=127.0.0.1",
-        *options,
-    ]
-    with ExitStack() as stack:
-        started = []
-        for node in range(count):
-            host = "true" if node == 0 else "false"
-            extra = f"--rdzv-conf=is_host={host},last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3"
-            started.append(stack.enter_context(job(folder / f"node{node}", [*common, extra], script)))
-        yield started
+    with fleet(folder, count, str(count), options, script) as started:
+        yield started.nodes
 
 
 @pytest.mark.parametrize(("fault", "kind"), [("hang", "hang"), ("kill", "signal")])

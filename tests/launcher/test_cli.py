@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from resilience import config
+from resilience import config, values
 from resilience.__main__ import main
 from resilience.config import resolve
 from resilience.errors import ConfigError
@@ -266,7 +266,7 @@ def test_log_levels_have_the_spellings_of_nvrx(given: str, wanted: str) -> None:
 
 @pytest.mark.parametrize("given", ["SIGTERM", "sigterm", "TERM", "15", 15])
 def test_signals_have_names_and_numbers(given: object) -> None:
-    assert config.parse("rank_termination_signal", given, "signal", "test") is signal.SIGTERM
+    assert values.parse("rank_termination_signal", given, "signal", "test") is signal.SIGTERM
 
 
 def test_a_setting_without_effect_is_accepted_with_a_note(capsys: pytest.CaptureFixture[str]) -> None:

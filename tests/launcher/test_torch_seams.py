@@ -16,10 +16,9 @@ from resilience.launcher.rendezvous import FreshStores
 OVERRIDDEN = {
     "_rendezvous": ["self", "worker_group"],
     "_start_workers": ["self", "worker_group"],
-    "_monitor_workers": ["self", "worker_group"],
+    "_invoke_run": ["self", "role"],
     "_stop_workers": ["self", "worker_group"],
     "_shutdown": ["self", "death_sig", "timeout"],
-    "_exit_barrier": ["self"],
 }
 
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from resilience.monitor.culprit import Death
+from resilience.failover.failure import RankFailure, examine, last_exception
 from resilience.observe.report import (
     Evidence,
     Report,
     as_text,
     compose,
-    last_exception,
+    conclude,
     ranks_in_words,
     read_all,
     write,
@@ -32,7 +32,11 @@ WITH_RANKS = "".join(f"[rank1]: {line}\n" for line in TRACEBACK.splitlines())
 
 
 def report(evidence: Evidence) -> Report:
-    return compose(evidence, "restart", "all workers are restarted (1 of 3 restarts used)")
+    return conclude(compose(evidence), "restart", "all workers are restarted (1 of 3 restarts used)")
+
+
+def died(rank: int, code: int, at_ns: int, log: str = "", oom: str | None = None) -> RankFailure:
+    return examine(rank, code, at_ns, log=log, oom=oom)
 
 
 def hang_of_rank_3() -> Report:
@@ -48,7 +52,7 @@ def hang_of_rank_3() -> Report:
                 witness(3, step=6, entries={"step": 8}, sections=stuck, stack="File 'loader.py', line 3 in read"),
             ],
             hangs={0: {"message": "in section 'backward' for 300.0 s (timeout 300 s, learned)"}},
-            hosts={rank: f"gpu-0{rank}" for rank in range(4)},
+            nodes={rank: (rank, f"gpu-0{rank}") for rank in range(4)},
         )
     )
 
@@ -83,7 +87,7 @@ def test_stopped_rank_is_said_to_be_stopped() -> None:
 
 
 def test_rank_ended_by_a_signal_is_named_with_the_signal() -> None:
-    evidence = Evidence(1, [witness(1, state="gone")], [Death(1, -9, 5)], pids={1: 77})
+    evidence = Evidence(1, [witness(1, state="gone")], [died(1, -9, 5)], pids={1: 77})
     culprit = report(evidence)["culprit"]
     assert (culprit["kind"], culprit["message"]) == ("signal", "ended by signal 9 (SIGKILL)")
     assert "OOM" in report(evidence)["remedy"]
@@ -91,13 +95,13 @@ def test_rank_ended_by_a_signal_is_named_with_the_signal() -> None:
 
 @pytest.mark.parametrize(("number", "name"), [(11, "SIGSEGV"), (signal.SIGRTMIN + 3, "signal 37")])
 def test_other_signals_are_named_and_advice_points_to_the_log(number: int, name: str) -> None:
-    made = report(Evidence(0, deaths=[Death(0, -number, 1)]))
+    made = report(Evidence(0, failures=[died(0, -number, 1)]))
     assert name in made["culprit"]["message"]
     assert "OOM" not in made["remedy"]
 
 
 def test_exit_code_without_a_traceback_is_an_exit() -> None:
-    made = report(Evidence(0, deaths=[Death(4, 3, 1)], logs={4: "some words\n"}, pids={4: 99}))
+    made = report(Evidence(0, failures=[died(4, 3, 1, "some words\n")], pids={4: 99}))
     culprit = made["culprit"]
     assert (culprit["rank"], culprit["kind"], culprit["message"]) == (4, "exit", "ended with exit code 3")
     assert (culprit["pid"], culprit["exit_code"], culprit["log"]) == (99, 3, ["some words"])
@@ -105,7 +109,7 @@ def test_exit_code_without_a_traceback_is_an_exit() -> None:
 
 @pytest.mark.parametrize("log", [TRACEBACK, WITH_RANKS, "noise\n" + TRACEBACK + "W1116 after\n", WITH_RANKS + "\n"])
 def test_exception_is_named_with_or_without_torchs_rank_prefix(log: str) -> None:
-    culprit = report(Evidence(0, [witness(1, state="gone")], [Death(1, 1, 5)], logs={1: log}))["culprit"]
+    culprit = report(Evidence(0, [witness(1, state="gone")], [died(1, 1, 5, log)]))["culprit"]
     assert (culprit["kind"], culprit["message"]) == ("exception", "ValueError: loss is NaN at step 7")
     assert culprit["stack"].splitlines()[0] == "Traceback (most recent call last):"
     assert culprit["stack"].splitlines()[-1] == "ValueError: loss is NaN at step 7"
@@ -134,19 +138,19 @@ def test_log_without_a_traceback_has_no_exception() -> None:
 
 def test_handled_exception_in_the_log_is_not_the_cause_of_a_deliberate_exit() -> None:
     # An uncaught exception ends Python with 1 and nothing else; sys.exit(3) after a logged traceback is an exit.
-    made = report(Evidence(0, deaths=[Death(0, 3, 1)], logs={0: TRACEBACK + "retried, fine\n"}))
+    made = report(Evidence(0, failures=[died(0, 3, 1, TRACEBACK + "retried, fine\n")]))
     assert made["culprit"]["kind"] == "exit"
 
 
 def test_death_in_a_section_says_where_and_at_which_step() -> None:
     dead = witness(0, state="gone", step=41, sections=[{"name": "step", "age_s": 1.0}])
-    culprit = report(Evidence(0, [dead, witness(1)], [Death(0, 1, 5)], logs={0: TRACEBACK}))["culprit"]
+    culprit = report(Evidence(0, [dead, witness(1)], [died(0, 1, 5, TRACEBACK)]))["culprit"]
     assert (culprit["step"], culprit["sections"]) == (41, [{"name": "step", "age_s": 1.0}])
 
 
 def test_lost_node_is_named_with_its_sentence() -> None:
     lost = {2: "node gpu-07 is silent for 61 s", 3: "node gpu-07 is silent for 61 s"}
-    made = report(Evidence(0, [witness(0), witness(1)], lost=lost, hosts={2: "gpu-07"}))
+    made = report(Evidence(0, [witness(0), witness(1)], lost=lost, nodes={2: (1, "gpu-07")}))
     assert (made["culprit"]["rank"], made["culprit"]["kind"], made["culprit"]["host"]) == (2, "node", "gpu-07")
     assert made["culprit"]["message"] == "node gpu-07 is silent for 61 s"
     assert made["victims"] == [0, 1]
@@ -183,7 +187,7 @@ def test_text_has_the_culprit_first_and_the_victims_in_one_line() -> None:
 
 
 def test_text_shows_the_log_where_there_is_no_stack_and_cuts_a_long_stack() -> None:
-    words = as_text(report(Evidence(0, deaths=[Death(0, 3, 1)], logs={0: "first\nlast words\n"})), "/r")
+    words = as_text(report(Evidence(0, failures=[died(0, 3, 1, "first\nlast words\n")])), "/r")
     assert "last words" in words
     deep = witness(0, stack="\n".join(f"  File 'a.py', line {n} in f" for n in range(500)))
     cut = as_text(report(Evidence(0, [deep], hangs={0: {"message": "…"}})), "/r")
@@ -220,3 +224,34 @@ def test_text_says_what_was_done_and_what_to_do() -> None:
     words = as_text(hang_of_rank_3(), "/r")
     assert "done      all workers are restarted (1 of 3 restarts used)" in words
     assert "to do     Look at section 'load_data'." in words
+
+
+def test_rank_that_the_oom_killer_ended_is_said_to_have_run_out_of_memory() -> None:
+    made = report(Evidence(0, failures=[died(0, -9, 1, oom="out of memory: ended by the kernel's OOM killer")]))
+    assert (made["culprit"]["kind"], made["culprit"]["exit_code"]) == ("oom", -9)
+    assert "loader workers" in made["remedy"]
+
+
+def test_rank_that_left_early_is_told_that_the_others_needed_it() -> None:
+    gloo = "RuntimeError: [gloo/transport/tcp/pair.cc:547] Connection closed by peer [::1]:9"
+    error = {"message": {"message": gloo, "extraInfo": {"py_callstack": "", "timestamp": "1"}}}
+    ranks = [witness(0, state="gone", step=7), witness(1, state="gone", step=6, finishing=True)]
+    made = report(Evidence(0, ranks, [examine(0, 1, 5, error=error)]))
+    assert (made["culprit"]["rank"], made["culprit"]["kind"], made["culprit"]["exit_code"]) == (1, "exit", 0)
+    assert "same number of steps" in made["remedy"]
+    assert "rank 0 fell after it" in made["waiting"]
+
+
+def test_failures_are_listed_in_the_order_of_their_times_counted_from_the_cause() -> None:
+    log = TRACEBACK
+    made = report(Evidence(0, failures=[died(1, 1, 2_500_000_000, log), died(0, -9, 1_000_000_000)]))
+    assert [(item["rank"], item["after_s"]) for item in made["failures"]] == [(0, 0.0), (1, 1.5)]
+
+
+def test_context_that_the_script_gave_is_in_the_text() -> None:
+    error = {
+        "message": {"message": "ValueError: x", "extraInfo": {"py_callstack": "", "timestamp": "1"}},
+        "resilience": {"type": "ValueError", "message": "x", "context": {"batch": "s3://b/7", "lr": 0.1}},
+    }
+    words = as_text(report(Evidence(0, failures=[examine(0, 1, 5, error=error)])), "/r")
+    assert "context   batch=s3://b/7, lr=0.1" in words

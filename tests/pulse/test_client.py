@@ -441,10 +441,14 @@ def test_without_a_launcher_calls_do_nothing_and_say_so_once(caplog: pytest.LogC
 
 
 @pytest.mark.usefixtures("alone")
-def test_without_a_launcher_more_than_64_names_do_no_harm() -> None:
-    for step in range(200):
-        with section(f"step {step}"):
-            pass
+def test_without_a_launcher_mistakes_raise_as_they_would_with_one() -> None:
+    code = (
+        "from resilience import heartbeat, section\n"
+        "for step in range(200):\n    with section(f'step {step}'): heartbeat(step)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert "SectionError" in done.stderr
+    assert "keep the name constant" in done.stderr
 
 
 # -- fork -------------------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ OPTIONS = [
     "--max-restarts=3",
     "--ft-rank-section-timeouts=load:1.5,epoch:null,setup:5",
     "--ft-rank-heartbeat-timeout=2",
+    "--ft-initial-rank-heartbeat-timeout=15",  # a rank may be stopped before it has said anything
     "--ft-rank-term-timeout=1",
 ]
 
@@ -55,7 +56,9 @@ def test_whatever_is_struck_at_whatever_instant_the_promises_hold(tmp_path: Path
         if "SIGKILL" in ended:
             assert code in (-signal.SIGKILL, 0), (struck, it.log())
         elif "SIGTERM" in ended:
-            assert code in (1, 0, -signal.SIGTERM), (struck, it.log())
+            assert code in (1, 0, 79, -signal.SIGTERM), (struck, it.log())
+        elif code == 77 and len(struck) > 1:  # it starts at step 0 in every cycle: the same blow twice is no progress
+            assert "the same failure as in cycle" in it.log(), (struck, it.log())
         else:
             assert code == 0, (struck, it.log())
             assert [note[1] for note in it.notes(0)][-1] == "end"

@@ -4,8 +4,21 @@ from typing import Any
 
 import pytest
 
-from resilience.monitor.culprit import Blame, Death, blame
+from resilience.failover.culprit import Blame, blame
+from resilience.failover.failure import RankFailure, examine
 from tests.fakes import witness
+
+
+def died(rank: int, code: int, at_ns: int, log: str = "") -> RankFailure:
+    return examine(rank, code, at_ns, log=log)
+
+
+def raised(rank: int, at_ns: int, kind: str, message: str) -> RankFailure:
+    error = {"message": {"message": f"{kind}: {message}", "extraInfo": {"py_callstack": "", "timestamp": "1"}}}
+    return examine(rank, 1, at_ns, error=error)
+
+
+GLOO = "[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:3721"
 
 
 def in_section(name: str, age: float = 12.0) -> list[dict[str, Any]]:
@@ -83,17 +96,17 @@ def test_of_ranks_that_look_alike_the_one_that_is_silent_longest_is_blamed() -> 
 
 def test_death_beats_any_hang() -> None:
     ranks = [witness(0, step=1, state="T"), witness(1, step=7)]
-    assert blame(ranks, [Death(1, 1, at_ns=50)], hung=[0]) == Blame(1, "exit", (0,))
+    assert blame(ranks, [died(1, 1, 50)], hung=[0]) == Blame(1, "exit", (0,))
 
 
 def test_earliest_death_wins_over_those_that_followed_from_it() -> None:
-    deaths = [Death(0, 1, at_ns=300), Death(2, -9, at_ns=100), Death(1, 1, at_ns=200)]
+    deaths = [died(0, 1, 300), died(2, -9, 100), died(1, 1, 200)]
     assert blame([], deaths, hung=[]) == Blame(2, "signal", (0, 1))
 
 
 def test_exit_code_and_signal_are_told_apart() -> None:
-    assert blame([], [Death(0, 3, 1)], []).kind == "exit"
-    assert blame([], [Death(0, -11, 1)], []).kind == "signal"
+    assert blame([], [died(0, 3, 1)], []).kind == "exit"
+    assert blame([], [died(0, -11, 1)], []).kind == "signal"
 
 
 def test_rank_that_never_called_us_is_behind_those_that_did() -> None:
@@ -128,3 +141,38 @@ def test_nothing_known_blames_nobody() -> None:
 def test_order_of_the_testimonies_does_not_matter() -> None:
     ranks = [witness(rank, step=7 if rank != 2 else 6) for rank in range(5)]
     assert blame(ranks, [], [0]) == blame(ranks[::-1], [], [0])
+
+
+def test_rank_that_raised_beats_those_whose_collectives_broke_even_if_they_were_seen_first() -> None:
+    deaths = [raised(0, 100, "RuntimeError", GLOO), raised(1, 900, "ValueError", "bad batch")]
+    assert blame([], deaths, []) == Blame(1, "exception", (0,))
+
+
+def test_of_two_that_raised_the_earlier_nanosecond_is_the_cause() -> None:
+    deaths = [raised(0, 1_000_000_001, "ValueError", "x"), raised(1, 1_000_000_000, "KeyError", "y")]
+    assert blame([], deaths, []).rank == 1
+
+
+def test_killed_rank_beats_the_ranks_that_lost_their_connection_to_it() -> None:
+    deaths = [raised(0, 100, "torch.distributed.DistNetworkError", "Connection reset by peer"), died(3, -9, 200)]
+    assert blame([], deaths, []) == Blame(3, "signal", (0,))
+
+
+def test_rank_that_left_in_peace_is_blamed_when_all_others_fell_over_it() -> None:
+    left = witness(2, state="gone", step=6, finishing=True)
+    deaths = [raised(rank, 100 + rank, "RuntimeError", GLOO) for rank in (0, 1)]
+    gone = [witness(rank, state="gone", step=7) for rank in (0, 1)]
+    assert blame([*gone, left], deaths, []) == Blame(2, "left", (0, 1))
+
+
+def test_only_echoes_and_nobody_left_blames_the_first_of_them() -> None:
+    deaths = [raised(rank, 100 - rank, "RuntimeError", GLOO) for rank in (0, 1)]
+    assert blame([witness(2)], deaths, []).rank == 1
+
+
+def test_lost_node_beats_the_connections_that_broke_but_not_an_exception_of_its_own() -> None:
+    echo, own = raised(0, 100, "RuntimeError", GLOO), raised(1, 200, "ValueError", "bad batch")
+    assert blame([], [echo], [], lost=[3]).kind == "node"
+    assert blame([], [echo, own], [], lost=[3]) == Blame(1, "exception", (0, 3))
+    assert blame([], [died(0, 1, 5)], [], lost=[3]).kind == "node", "it left no words: it may well be an echo"
+    assert blame([], [died(0, 201, 5)], [], lost=[3]).rank == 0, "a hardware code is a cause of its own"
