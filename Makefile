@@ -4,12 +4,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 
-.PHONY: setup lint format test test-real soak bench demo clean
+.PHONY: setup lint format test test-long test-real soak bench demo clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo       two ranks train, one is killed, later one hangs; the job survives both"
 	@echo "make test       the test suite: pip packages only, no root"
+	@echo "make test-long  more fault tests with several launchers; part of test-real"
 	@echo "make test-real  tests that need root and Debian packages (network namespaces)"
 	@echo "make lint       ruff and mypy"
 	@echo "make bench      the benchmarks; BENCH_NVRX=VENV adds the peer"
@@ -34,9 +35,12 @@ format: setup
 	$(BIN)/ruff format .
 
 test: setup
-	$(BIN)/python -m pytest tests --ignore=tests/real -n 3 --dist worksteal
+	$(BIN)/python -m pytest tests --ignore=tests/real -m "not long" -n 3 --dist worksteal
 
-test-real: setup
+test-long: setup
+	$(BIN)/python -m pytest tests --ignore=tests/real -m long -n 3 --dist worksteal
+
+test-real: setup test-long
 	@test "$$(id -u)" = 0 || { echo "make test-real needs root"; exit 1; }
 	@command -v ip >/dev/null || { apt-get update -qq && apt-get install -y -qq iproute2; }
 	$(BIN)/python -m pytest tests/real

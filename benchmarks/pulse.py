@@ -1,4 +1,4 @@
-"""What one heartbeat and one section (enter and exit) cost the training loop, in µs.
+"""What one heartbeat, one section (enter and exit) and one ``stop_requested()`` cost the training loop, in µs.
 
 Measured inside rank 0 of a real one-rank job under each launcher, median over the rounds, launchers taking turns.
 *batched*: back to back, a loop of calls less an empty loop. *single*: back to back, each call timed by itself, less the cost
@@ -34,7 +34,8 @@ def run() -> list[Row]:
             rounds[kind].append(_measure(kind))
     figures = {kind: _median(found) for kind, found in rounds.items()}
     empty = [_row("an empty function", how, "", figures["resilience"]["empty"]) for how in _HOW]
-    return [*(row for call in _AIMS for how in _HOW for row in _rows(call, how, figures)), *empty]
+    stop = [_row("stop_requested", how, "resilience", figures["resilience"]["stop_requested"]) for how in _HOW]
+    return [*(row for call in _AIMS for how in _HOW for row in _rows(call, how, figures)), *stop, *empty]
 
 
 def _measure(kind: str) -> Figures:
@@ -43,7 +44,8 @@ def _measure(kind: str) -> Figures:
     options = ["--nproc-per-node=1", *(["--ft-rank-section-timeouts=step:1000"] if kind == "nvrx" else [])]
     with harness.launch(kind, "calls", [voice], options) as job:
         told = job.await_events("measured", 1, 90.0)[0]
-    return {call: _without_wrapper(kind, call, told) for call in [*_AIMS, "empty"]}
+    calls = [*_AIMS, *(["stop_requested"] if kind != "nvrx" else []), "empty"]
+    return {call: _without_wrapper(kind, call, told) for call in calls}
 
 
 def _without_wrapper(kind: str, call: str, told: dict[str, Any]) -> dict[str, float]:

@@ -80,7 +80,10 @@ def main() -> None:
     """Measure and tell."""
     speaker = voice(sys.argv[1])
     empty = voice("plain").beat
-    say("measured", heartbeat=measure(speaker.beat), section=measure(speaker.pair), empty=measure(empty))
+    told = {"heartbeat": measure(speaker.beat), "section": measure(speaker.pair), "empty": measure(empty)}
+    if speaker.stop is not None:
+        told["stop_requested"] = measure(speaker.stop)
+    say("measured", **told)
 
 
 if __name__ == "__main__":

@@ -38,6 +38,7 @@ class Voice:
     beat: Callable[[int], None]
     pair: Callable[[int], None]
     enter: Callable[[float], None]
+    stop: Callable[[int], None] | None = None
 
 
 def voice(kind: str) -> Voice:
@@ -63,7 +64,10 @@ def _ours() -> Voice:
     def enter(timeout: float) -> None:
         section("hang", timeout=timeout).__enter__()
 
-    return Voice(resilience.heartbeat, pair, enter)
+    def stop(_: int) -> None:
+        resilience.stop_requested()
+
+    return Voice(resilience.heartbeat, pair, enter, stop)
 
 
 def _nvrx() -> Voice:
