@@ -5,9 +5,9 @@ from __future__ import annotations
 import ast
 import importlib.metadata
 import os
+import resource
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -254,18 +254,21 @@ def test_rank_really_loads_no_launcher_and_no_monitor() -> None:
 
 
 @pytest.mark.spawns
-def test_import_costs_less_than_fifty_milliseconds() -> None:
+def test_import_costs_less_than_the_start_of_python_itself() -> None:
+    """That starts in some 20 ms where nothing else runs: far below the 50 ms that the import may take."""
+
     def cost(code: str) -> float:
-        start = time.perf_counter()
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         subprocess.run([sys.executable, "-c", code], check=True)
-        return time.perf_counter() - start
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
     run("import resilience")  # compiled once, as an installed package is
     with_us, without = [], []
-    for _ in range(15):  # interleaved, and the best of each: a neighbour's load only ever adds
+    for _ in range(15):  # processor time, interleaved, and the best of each: a neighbour's load only ever adds
         with_us.append(cost("import resilience"))
         without.append(cost("pass"))
-    assert min(with_us) - min(without) < 0.050
+    assert min(with_us) - min(without) < min(without)
 
 
 @pytest.mark.spawns

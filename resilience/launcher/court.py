@@ -94,7 +94,7 @@ class Court:
             "collectives": self._collectives() if hangs else "",
             "pids": {str(rank): pid for rank, pid in self._hub.pids().items()},
             "control": self._hub.request(),
-            "adopted": self._hub.learner.adopted,
+            "adopted": self._hub.adopted(),
         }
 
     def _collectives(self) -> str:

@@ -31,6 +31,7 @@ from resilience.launcher.post import Post
 from resilience.monitor import proc
 from resilience.pulse import channel
 from resilience.pulse.attach import STACK_SIGNAL
+from resilience.pulse.page import FLAG_ADOPTED, W_FLAGS
 from resilience.pulse.timeouts import Limit, from_json
 
 _LOG = logging.getLogger("resilience.launcher")
@@ -107,6 +108,12 @@ class Hub:
         """Return the highest step that a rank of this node told."""
         with self._changed:
             return max((post.step for post in self._posts if post.step is not None), default=None)
+
+    def adopted(self) -> bool:
+        """Whether a rank of this job has ever called us. The pages know it before the monitors tell."""
+        with self._changed:
+            pages = [post.page for post in self._posts if post.page is not None]
+            return self.learner.adopted or any(page.words[W_FLAGS] & FLAG_ADOPTED for page in pages)
 
     def request(self) -> dict[str, Any] | None:
         """Return what a rank of this cycle asked the launcher for, if anything."""

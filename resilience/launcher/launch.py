@@ -175,7 +175,7 @@ class Session:
 
     def ended_by(self, signum: signal.Signals) -> None:
         """Choose the exit code after a signal: of a script that calls us, one that asks to stop is a preemption."""
-        if signum in STOP and self.hub.learner.adopted:
+        if signum in STOP and self.hub.adopted():
             self.exit_code = exits.PREEMPTED
 
     def publish(self, report: reports.Report) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from resilience.failover import exits
 from tests.jobs import Job, alive, job, train, wait_for
 
 pytestmark = pytest.mark.spawns
@@ -56,7 +57,7 @@ def test_training_goes_on_at_full_speed_while_we_are_stopped(tmp_path: Path, who
         it.await_note(1, "end")
         assert all(state(pid) == "T" for pid in stopped if alive(pid))
         times = steps_of(it)
-        assert pace(times[before:]) < 1.5 * pace(times[:before])
+        assert pace(times[before:]) < 3 * pace(times[:before])  # load shifts it; a call that waits for us would stop it
         for pid in stopped:
             if alive(pid):
                 os.kill(pid, signal.SIGCONT)
@@ -124,12 +125,13 @@ def test_children_of_a_killed_rank_go_with_it(tmp_path: Path) -> None:
         it.assert_nothing_left()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_to_the_launcher_ends_the_job_in_order(tmp_path: Path, number: int) -> None:
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, exits.PREEMPTED), (signal.SIGINT, exits.FAILED)])
+def test_a_signal_to_the_launcher_ends_the_job_in_order(tmp_path: Path, number: int, code: int) -> None:
+    """Right after the first steps, before any monitor has told its launcher that the script calls us."""
     with job(tmp_path, TWO, train(FOREVER)) as it:
         pids(it)
         os.kill(it.pid, number)
-        assert it.wait() == 1
+        assert it.wait() == code
         it.assert_nothing_left()
         assert not [line for line in it.log().splitlines() if "Traceback" in line and not line.startswith("[c0")]
         assert "/_worker/" not in it.log()

@@ -58,8 +58,12 @@ def write_facts(own: dict[str, Any], names: list[str]) -> None:
     """Write the facts of this rank's life."""
     rank, life = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
     (Path(os.environ["PARITY_OUT"]) / f"{rank}.{life}.json").write_text(json.dumps(facts(own, names)))
-    print(f"out {rank} {life}", flush=True)
-    print(f"err {rank} {life}", file=sys.stderr, flush=True)
+    sys.stdout.write(
+        f"out {rank} {life}\n"
+    )  # in one piece: ranks share a console, and print() writes the end by itself
+    sys.stdout.flush()
+    sys.stderr.write(f"err {rank} {life}\n")
+    sys.stderr.flush()
     if "fail-once" in sys.argv and life == "0":
         out, world = Path(os.environ["PARITY_OUT"]), int(os.environ["WORLD_SIZE"])
         while (
