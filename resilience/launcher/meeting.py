@@ -14,6 +14,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 from torch.distributed import PrefixStore
@@ -54,15 +55,17 @@ class Patience:
     last_call: float = 30.0
     silence: float = 15.0
     lost: float = 60.0  # of a node that trains, before one that waits may take its place
+    answer: float = 20.0  # of a node that came, until it has said what it brings: below the watchdog's, or that ends us
 
     @classmethod
-    def from_conf(cls, conf: Mapping[str, Any], lost: float) -> Patience:
+    def from_conf(cls, conf: Mapping[str, Any], lost: float, store_silence: float = 60.0) -> Patience:
         """Read torch's keys."""
         return cls(
             float(conf.get("join_timeout", 600)),
             float(conf.get("last_call_timeout", 30)),
             float(conf.get("keep_alive_interval", 5)) * float(conf.get("keep_alive_max_attempt", 3)),
             lost,
+            store_silence / 3,
         )
 
 
@@ -90,6 +93,7 @@ class Meeting(RendezvousHandler):  # type: ignore[misc]  # torch is untyped here
         self.roster = Roster()
         self._said = ""
         self._arrived = False
+        self._table: Any = None
 
     # -- torch's interface ------------------------------------------------------------------------------------------
 
@@ -111,13 +115,13 @@ class Meeting(RendezvousHandler):  # type: ignore[misc]  # torch is untyped here
                 self._update(lambda roster: rosters.arrive(rosters.reopen(roster), self.me, self._rules))
             self._arrived = True
             self._wait_for_round(_Waiting(self._patience))
+            store = self._round_table()
         except RuntimeError as error:
             if isinstance(error, (RendezvousTimeoutError, NotWanted)):
                 raise
             raise RendezvousConnectionError(f"the rendezvous store does not answer: {error}") from error
         self.me = self.roster.members[self.me.id]
         assert self.me.rank is not None
-        store = PrefixStore(f"round_{self.roster.round}", self._store)
         return RendezvousInfo(store, self.me.rank, len(self.roster.members), RendezvousStoreInfo("", 0))
 
     def is_closed(self) -> bool:
@@ -168,6 +172,13 @@ class Meeting(RendezvousHandler):  # type: ignore[misc]  # torch is untyped here
         return self.roster
 
     # -- the store --------------------------------------------------------------------------------------------------
+
+    def _round_table(self) -> Any:
+        """Return the round's store, on a connection that is less patient: a node may be gone before it has said a word."""
+        if self._table is None:
+            self._table = self._server.clone()
+            self._table.set_timeout(timedelta(seconds=self._patience.answer))
+        return PrefixStore(f"resilience/{self._run_id}/round_{self.roster.round}", self._table)
 
     def _text(self) -> str:
         return bytes(self._store.get("roster")).decode() if self._store.check(["roster"]) else ""

@@ -48,7 +48,8 @@ def open_venue(parameters: RendezvousParameters, settings: Settings) -> Venue:
         me = Member(f"{address}_{os.getpid()}_{uuid.uuid4().hex[:8]}", name, infra_rank(config.environment()))
         by_infra = settings.failover.use_infra_group_rank
         rules = Rules(parameters.min_nodes, parameters.max_nodes, by_infra)
-        patience = Patience.from_conf(parameters.config, settings.launcher.node_silence_timeout)
+        launcher = settings.launcher
+        patience = Patience.from_conf(parameters.config, launcher.node_silence_timeout, launcher.store_silence_timeout)
         inner = Meeting(store, parameters.run_id, me, rules=rules, patience=patience, excluded_code=exits.NODE_LEFT)
     return Venue(inner, FreshStores(inner, parameters.local_addr), name, parameters.min_nodes, port)
 

@@ -11,7 +11,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from torch.distributed import HashStore, TCPStore
+from torch.distributed import DistStoreError, HashStore, TCPStore
 from torch.distributed.elastic.rendezvous import (
     RendezvousConnectionError,
     RendezvousTimeoutError,
@@ -239,6 +239,19 @@ def test_connection_for_another_thread_leads_to_the_same_round(town: Town) -> No
     again, job = crew[0].connect()
     assert not again.check(["alarm"])
     assert bytes(job.get("alive/b")) != b""
+
+
+def test_node_that_came_and_said_nothing_is_not_waited_for_as_long_as_a_silent_store(town: Town) -> None:
+    """Killed in that moment, it would otherwise hold the others until their watchdogs end them."""
+    crew = [town.launcher(id_, patience=dataclasses.replace(PATIENT, answer=0.2)) for id_ in "ab"]
+    first, second = town.meet(*crew)
+    with pytest.raises(DistStoreError):
+        first.store.get("word")
+    with pytest.raises(DistStoreError):
+        first.store.multi_get(["word", "other"])
+    second.store.set("word", "x")
+    assert bytes(first.store.get("word")) == b"x", "whoever only took long is heard"
+    assert ranks(town.meet(*crew)) == ranks([first, second])
 
 
 def test_too_few_for_a_full_job_meet_when_the_last_call_is_over(town: Town) -> None:
@@ -605,7 +618,7 @@ def test_patience_is_read_from_torchs_own_keys() -> None:
         "keep_alive_max_attempt": 4,
         "read_timeout": 60,
     }
-    assert Patience.from_conf(conf, 7.0) == Patience(5.0, 2.0, 12.0, 7.0)
+    assert Patience.from_conf(conf, 7.0, 30.0) == Patience(5.0, 2.0, 12.0, 7.0, 10.0)
     assert Patience.from_conf({}, 60.0) == Patience()
 
 
