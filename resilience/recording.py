@@ -9,6 +9,7 @@ Rule: whatever happens in here, the exception that is on its way out goes on unc
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import inspect
@@ -27,8 +28,9 @@ from types import TracebackType
 from typing import Any, TypeVar, overload
 
 from resilience import config
-from resilience.pulse import client
+from resilience.pulse import attach, client
 from resilience.pulse.attach import trace_crashes
+from resilience.pulse.page import W_IN_FLIGHT
 
 F = TypeVar("F", bound=Callable[..., Any])
 DEADLINE_S = 5.0
@@ -38,6 +40,7 @@ _CONTEXT = 64
 _CHAIN = 16
 _FRAMES = 64
 _RECORDED = "__resilience_recorded__"
+_FLIGHT = "__resilience_flight__"
 _context: dict[str, Any] = {}
 
 
@@ -109,6 +112,7 @@ def capture(error: BaseException, error_code: int | None = None) -> None:
         if is_success(error) or error.__dict__.get(_RECORDED) == os.getpid():
             return
         error.__dict__[_RECORDED] = os.getpid()
+        error.__dict__[_FLIGHT] = Flight()
         mono_ns, wall_ns, thread = time.monotonic_ns(), time.time_ns(), threading.get_ident()
 
         def write() -> None:
@@ -122,6 +126,35 @@ def capture(error: BaseException, error_code: int | None = None) -> None:
             write()
         else:
             worker.join(DEADLINE_S)
+
+
+class Flight:
+    """Lives as long as an exception that was recorded, and says so in the page: one that goes while the process goes on was
+    caught, and is no reason why the rank might die."""
+
+    final = False  # the script is over: whatever goes now was not caught
+
+    def __init__(self) -> None:
+        self._page = attach.page_if_attached()
+        self._pid = os.getpid()
+        self._since = time.monotonic_ns()
+        if self._page is not None:
+            self._page.words[W_IN_FLIGHT] = self._since
+
+    def __del__(self) -> None:
+        page = self._page
+        if page is None or Flight.final or self._pid != os.getpid():
+            return
+        if page.words[W_IN_FLIGHT] == self._since:
+            page.words[W_IN_FLIGHT] = 0
+
+
+def script_is_over() -> None:
+    """Say that what is in flight now is what ends the script."""
+    Flight.final = True
+
+
+atexit.register(script_is_over)
 
 
 def is_success(error: BaseException) -> bool:

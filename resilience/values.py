@@ -9,6 +9,7 @@ from typing import Any
 
 from resilience.errors import ConfigError
 
+_LONGEST_S = 1e9
 _NO_TIMEOUT = ("none", "null", "~", "")
 _ON = ("1", "true", "yes", "on")
 _OFF = ("0", "false", "no", "off")
@@ -42,8 +43,8 @@ def _positive(raw: Any) -> float:
     if isinstance(raw, bool):
         raise ValueError("a yes/no value is not a number of seconds")
     value = float(raw)
-    if not 0 < value < math.inf:
-        raise ValueError("must be greater than 0 and finite")
+    if not 0 < value < _LONGEST_S:
+        raise ValueError("must be greater than 0 and less than 30 years")
     return value
 
 

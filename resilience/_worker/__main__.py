@@ -108,6 +108,7 @@ def _record(error: BaseException) -> None:
         from resilience import recording
 
         recording.capture(error)
+        recording.script_is_over()
 
 
 def _hide_our_frames() -> None:

@@ -31,6 +31,7 @@ from resilience.failover.strategy import AgentFailureInfo, DynamicFailoverExtens
 
 _LOG = logging.getLogger("resilience.launcher")
 _IMPORT_S = 120.0
+_LOOK_S = 0.1
 _PR_SET_PDEATHSIG = 1
 
 
@@ -49,6 +50,7 @@ class Extension:
         self._timeout = timeout
         self._process: subprocess.Popen[bytes] | None = None
         self._sock: socket.socket | None = None
+        self._give_up: Callable[[], bool] = lambda: False
         try:
             self._start(_IMPORT_S)
         except _Wrong as wrong:
@@ -63,8 +65,10 @@ class Extension:
         file = " Give the module's name, not its file." if "/" in self.path or ".py::" in self.path else ""
         raise ConfigError(f"dynamic_failover_extension={self.path!r}: {why.rstrip()}.{file} Nothing was started.")
 
-    def ask(self, info: AgentFailureInfo) -> FailoverStrategy:
-        """Return what the extension wants; NORMAL, with a line in the log, when it does not answer well or in time."""
+    def ask(self, info: AgentFailureInfo, give_up: Callable[[], bool] = lambda: False) -> FailoverStrategy:
+        """Return what the extension wants; NORMAL, with a line in the log, when it does not answer well or in time, or when
+        ``give_up()`` turns true meanwhile."""
+        self._give_up = give_up
         try:
             if self._sock is None:
                 self._start(self._timeout)
@@ -123,7 +127,9 @@ class Extension:
             left = deadline - time.monotonic()
             if left <= 0:
                 raise _Wrong(f"it did not {what} within {timeout:g} s")
-            self._sock.settimeout(left)
+            if self._give_up():
+                raise _Wrong("the launcher is to end and does not wait for it")
+            self._sock.settimeout(min(left, _LOOK_S))
             try:
                 chunk = self._sock.recv(65536)
             except TimeoutError:

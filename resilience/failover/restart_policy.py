@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 ANY_FAILED, MIN_HEALTHY = "any-failed", "min-healthy"
 RUNNING, SUCCEEDED, FAILED, GONE = "running", "succeeded", "failed", "gone"  # how the workers of a node are
-LEFT = "left"  # the launcher was ended from outside
+LEFT = "left"  # the launcher was ended from outside, or taken out of the job
 GO_ON, FINISHED, RESTART = "go on", "finished", "restart"
 
 

@@ -12,7 +12,8 @@ wait        ends its workers, stays            go on untouched (min-healthy)  â€
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,9 +78,17 @@ def pronounce(decision: Decision, scene: Scene) -> Sentence:
     return Sentence(RESTART, f"{who} are restarted {budget}{why}", name, counts=True)
 
 
-def preempted(why: str) -> Sentence:
-    """A rank failed, or did not leave in time, while the job was to stop: nothing is started again."""
-    return Sentence(PREEMPTED, f"the job was to stop ({why}), nothing is restarted", exit_code=exits.PREEMPTED)
+def preempted(why: str, excluded: int | None = None) -> Sentence:
+    """A rank failed, or did not leave in time, while the job was to stop: nothing is started again. ``excluded``: a node that
+    asked for it meanwhile, and must not come back."""
+    detail = f"the job was to stop ({why}), nothing is restarted"
+    return Sentence(PREEMPTED, detail, exit_code=exits.PREEMPTED, leaver=excluded, excluded=excluded is not None)
+
+
+def interrupted(signal: str, adopted: bool) -> Sentence:
+    """The only launcher of a job was told to end while it dealt with a failure: nothing is started again."""
+    detail = f"{signal} came meanwhile: nothing is restarted"
+    return Sentence(PREEMPTED if adopted else STOP, detail, exit_code=exits.PREEMPTED if adopted else exits.FAILED)
 
 
 def waits(chosen: Sentence, whole: int, min_nodes: int) -> Sentence:
@@ -87,6 +96,12 @@ def waits(chosen: Sentence, whole: int, min_nodes: int) -> Sentence:
     are = f"{whole} node is" if whole == 1 else f"{whole} nodes are"
     detail = f"the workers of this node were ended; {are} whole and --nnodes asks for {min_nodes}, so the others go on"
     return Sentence(WAIT, detail, chosen.strategy)
+
+
+def together(chosen: Sentence, others: Sequence[tuple[Sentence, int]]) -> Sentence:
+    """Add nodes that ask to be excluded at the same time, each with its reason."""
+    details = "; ".join([chosen.detail, *(other.detail for other, _ in others)])
+    return dataclasses.replace(chosen, detail=details, also=tuple(node for _, node in others))
 
 
 def on_request(request: Mapping[str, Any], node: int, host: str) -> Sentence:

@@ -81,6 +81,8 @@ class Agent(LocalElasticAgent):  # type: ignore[misc]  # torch is untyped here
         self._link: Link | None = None
         self._vigil: Vigil | None = None
         self._signals = Signals(hub.bell.set)
+        court.asked = lambda: self._signals.asked.name if self._signals.asked is not None else ""
+        court.let_go = self._signals.end_if_asked
         loop_limit = max(hub.settings.launcher.store_silence_timeout, 2 * spec.monitor_interval + 10)
         self._watchdog = Watchdog(on_stuck, loop_limit, self._store_silence)
         venue.answered = self._watchdog.turn
@@ -238,6 +240,7 @@ class Agent(LocalElasticAgent):  # type: ignore[misc]  # torch is untyped here
         super()._shutdown(signal.SIGTERM, 1)
         group.state = WorkerState.FAILED
         if leaves:
+            self._link.set_state(LEFT)  # with min-healthy the others go on, and know of no verdict
             self._venue.stay_if_needed(self._watchdog.turn)
         else:
             self._say_goodbye()

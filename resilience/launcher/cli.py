@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 from resilience import config
 from resilience.config import ACCEPTED_WITHOUT_EFFECT, Settings
 from resilience.errors import ConfigError, UnsupportedPlatform, nearest
+from resilience.failover import exits
 from resilience.launcher import lines
 from resilience.values import show
 
@@ -121,7 +122,11 @@ def _run(args: Any, settings: Settings) -> int:
     import torch  # noqa: PLC0415
     from torch.distributed.elastic.multiprocessing import SignalException  # noqa: PLC0415
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record  # noqa: PLC0415
-    from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousError  # noqa: PLC0415
+    from torch.distributed.elastic.rendezvous import (  # noqa: PLC0415
+        RendezvousConnectionError,
+        RendezvousError,
+        RendezvousTimeoutError,
+    )
 
     from resilience.launcher.launch import Session  # noqa: PLC0415
     from resilience.launcher.meeting import NotWanted  # noqa: PLC0415
@@ -146,8 +151,11 @@ def _run(args: Any, settings: Settings) -> int:
         session.exit_code = error.outcome.exit_code
     except RendezvousError as error:
         log.error("%s", _rendezvous_failure(error, args))
-        if isinstance(error, RendezvousConnectionError) and session.agent is not None and session.agent.cycle >= 0:
+        began = session.agent is not None and session.agent.cycle >= 0
+        if isinstance(error, RendezvousConnectionError) and began:
             session.exit_code = session.report_cut_off("the rendezvous store is gone")
+        elif isinstance(error, (RendezvousConnectionError, RendezvousTimeoutError)):
+            session.exit_code = exits.CUT_OFF
     finally:
         for name in [
             *args.signals_to_handle.split(","),
@@ -171,6 +179,21 @@ def _open_missing_streams() -> None:
     sys.stderr = sys.stderr or open(2, "w", closefd=False)  # noqa: SIM115
 
 
+def _check_numbers(launch: Any) -> None:
+    """Raise for numbers that torch would stumble over later."""
+    for what, number, least in (
+        ("--nproc-per-node", launch.nproc_per_node, 1),
+        ("--nnodes", launch.min_nodes, 1),
+        ("--max-restarts", launch.max_restarts, 0),
+    ):
+        if number < least:
+            raise ConfigError(f"{what}={number}: it must be at least {least}. Nothing was started.")
+    if launch.min_nodes > launch.max_nodes:
+        raise ConfigError(
+            f"--nnodes={launch.min_nodes}:{launch.max_nodes}: the minimum is above the maximum. Nothing was started."
+        )
+
+
 def _rendezvous_failure(error: Exception, args: Any) -> str:
     """Say what a failed rendezvous means."""
     where = f"{args.rdzv_backend} at {args.rdzv_endpoint or 'this host'}"
@@ -181,9 +204,7 @@ def _rendezvous_failure(error: Exception, args: Any) -> str:
         "RendezvousConnectionError": f"the rendezvous store does not answer ({where}). Check --rdzv-endpoint, and that its "
         "host runs",
     }
-    return (
-        sentences.get(type(error).__name__, f"the rendezvous failed ({where}): {error}") + ". The workers were ended."
-    )
+    return sentences.get(type(error).__name__, f"the rendezvous failed ({where}): {error}") + ". No workers run here."
 
 
 def _job(args: Any, settings: Settings) -> Any:
@@ -196,7 +217,11 @@ def _job(args: Any, settings: Settings) -> Any:
     if args.stop_timeout is not None and args.shutdown_timeout is None:
         args.shutdown_timeout = math.ceil(args.stop_timeout)
     local = args.rdzv_backend == "static" and not args.rdzv_endpoint and args.master_port is None
-    if args.standalone or (local and parse_min_max_nnodes(args.nnodes)[1] == 1):
+    try:
+        most_nodes = parse_min_max_nnodes(args.nnodes)[1]
+    except (ValueError, RuntimeError):
+        raise ConfigError(f"--nnodes={args.nnodes}: give a number, or MIN:MAX. Nothing was started.") from None
+    if args.standalone or (local and most_nodes == 1):
         args.rdzv_backend, args.rdzv_endpoint, args.rdzv_id = "c10d", "localhost:0", str(uuid.uuid4())
     if args.master_port is None:
         args.master_port = 29500
@@ -206,7 +231,13 @@ def _job(args: Any, settings: Settings) -> Any:
     shown = set(map(int, args.local_ranks_filter.split(","))) if args.local_ranks_filter else None
     if own_logs:
         args.log_dir = "/dev/null"  # torch would make a directory of its own in /tmp
-    launch, entrypoint, arguments = config_from_args(args)
+    try:
+        launch, entrypoint, arguments = config_from_args(args)
+    except (ValueError, AssertionError, RuntimeError) as error:  # torch says it in these
+        raise ConfigError(
+            f"{error or 'these numbers of nodes and processes do not fit'}. Nothing was started."
+        ) from error
+    _check_numbers(launch)
     if entrypoint is run_script_path:
         entrypoint = run_path
     elif not args.no_python:

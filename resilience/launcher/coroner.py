@@ -16,7 +16,6 @@ from resilience.launcher.logs import tail_of
 from resilience.launcher.memory import OomWatch
 
 _MAX_ERROR_FILE = 4 << 20
-_FRESH_NS = 5_000_000_000
 _AFTERGLOW_NS = 100_000_000  # sections that close while the exception is recorded
 
 
@@ -58,16 +57,15 @@ class Coroner:
     def dying(self, testimonies: list[dict[str, Any]]) -> dict[int, int]:
         """Return the workers that have recorded what ends them but have not ended yet, by rank, with the code they will have.
 
-        One that raised first may end last. A record that is not fresh was of something that the script got over.
+        One that raised first may end last: its exception is on its way through clean-up code. One that was caught is not.
         """
-        found = {}
-        for witness in testimonies:
-            told_ns = recorded_at(self._last_words(witness))
-            if told_ns and time.monotonic_ns() - told_ns < _FRESH_NS:
-                found[int(witness["rank"])] = 1
-        return found
+        return {
+            int(witness["rank"]): 1
+            for witness in testimonies
+            if witness.get("in_flight") and recorded_at(self._last_words(witness))
+        }
 
-    def _last_words(self, witness: Mapping[str, Any]) -> dict[str, Any] | None:
+    def _last_words(self, witness: Mapping[str, Any], killed: bool = False) -> dict[str, Any] | None:
         """Return a rank's error file, unless it is of a child of the rank, or of something that the rank got over: there were
         signs of life after it."""
         error = read_error_file(self._papers.errors.get(int(witness["rank"])))
@@ -76,6 +74,8 @@ class Coroner:
             return error
         if ours.get("pid") not in (witness.get("pid"), self._papers.pids.get(int(witness["rank"]))):
             return None
+        if killed and not witness.get("in_flight", True):
+            return None  # it was caught, and something else ended the rank
         sign_ns = witness.get("sign_ns", 0)
         return None if sign_ns > recorded_at(error) + _AFTERGLOW_NS else error
 
@@ -95,7 +95,9 @@ class Coroner:
                     rank,
                     code,
                     ended_ns.get(rank) or time.monotonic_ns(),
-                    error=self._last_words(known.get(rank, {"rank": rank, "pid": self._papers.pids.get(rank)})),
+                    error=self._last_words(
+                        known.get(rank, {"rank": rank, "pid": self._papers.pids.get(rank)}), killed=code < 0
+                    ),
                     log=tail_of(Path(path)) if path else "",
                     log_path=path,
                     oom=oom.get(self._papers.pids.get(rank, 0)),

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,9 +29,11 @@ from resilience.failover.sentence import (
     STOP,
     Scene,
     Sentence,
+    interrupted,
     on_request,
     preempted,
     pronounce,
+    together,
     waits,
 )
 from resilience.failover.strategy import AgentFailureInfo, FailoverStrategy
@@ -42,6 +44,7 @@ from resilience.launcher.link import Link
 from resilience.observe import report as reports
 
 Verdict = dict[str, Any]
+_HURRY_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -72,15 +75,19 @@ class Court:
         self._max_restarts = max_restarts
         self._extension = extension
         self._flight = flight
+        self.asked: Callable[[], str] = str  # the signal that this launcher is to end by, or ""
+        self.let_go: Callable[[], None] = lambda: None  # raises if there is one
 
     # -- testimony --------------------------------------------------------------------------------------------------
 
-    def testify(self, cycle: Cycle, node: int, exit_codes: Mapping[int, int] | None = None) -> dict[str, Any]:
+    def testify(
+        self, cycle: Cycle, node: int, exit_codes: Mapping[int, int] | None = None, timeout: float | None = None
+    ) -> dict[str, Any]:
         """Return everything that this node has to say. Also called from the link's thread, when another node asks."""
         hangs = self._hub.hangs()
         if hangs and self._flight is not None:
             cuda.ask_for_dumps(self._flight, self._hub.pids())
-        testimonies = self._hub.testify(self._settings.monitor.testimony_timeout)
+        testimonies = self._hub.testify(timeout or self._settings.monitor.testimony_timeout)
         codes = {**self._coroner.dying(testimonies), **(self._coroner.dead() if exit_codes is None else exit_codes)}
         failures = self._coroner.examine(codes, self._hub.ended_at(), testimonies)
         for item in testimonies:
@@ -122,18 +129,31 @@ class Court:
         """Return the verdict on whatever happened; the same on every node. ``stopping``: why the job is to stop, if it is."""
         timeout = self._settings.monitor.testimony_timeout
         owner = link.raise_alarm({"cycle": cycle.number})
-        said = [self.testify(cycle, link.me, exit_codes)]
+        if stopping:
+            timeout = min(timeout, _HURRY_S)  # what a scheduler gives does not wait for testimony
+        said = [self.testify(cycle, link.me, exit_codes, timeout)]
         if not owner:
-            given = link.await_verdict(3 * timeout + self._settings.failover.failover_timeout)
+            given = link.await_verdict(3 * timeout + self._settings.failover.failover_timeout, self.let_go)
             if given is not None:
                 return given
-        said += link.collect(timeout + 2.0)  # a node that waits for a stopped monitor needs all of it
+        # A node that waits for a stopped monitor needs all of the time.
+        said += link.collect(timeout if stopping else timeout + 2.0, hurry=bool(stopping))
         report = self._report(said, link, cycle)
         report["collectives"] = next((item["collectives"] for item in said if item["collectives"]), "")
-        if stopping and not report["failures"]:
-            report["remedy"] = "Leave sooner after stop_requested(), or give more time with --ft-stop-grace=SECONDS."
-        chosen = preempted(stopping) if stopping else self._sentence(said, report, link, cycle)
+        chosen = self._when_stopping(said, report, stopping) if stopping else None
+        chosen = chosen or self._sentence(said, report, link, cycle)
+        if self.asked() and not link.company and chosen.restarts:
+            chosen = interrupted(self.asked(), self._hub.adopted())
         return link.give_verdict(self._verdict(report, chosen, link, cycle))
+
+    def _when_stopping(self, said: list[dict[str, Any]], report: reports.Report, why: str) -> Sentence | None:
+        """Return the sentence while the job is to stop; ``None`` if a rank asked for the end of the job, which goes before it."""
+        requests = [(node["control"], node["node"]) for node in said if node["control"]]
+        if any(request["action"] == SHUTDOWN_WORKLOAD for request, _ in requests):
+            return None
+        if not report["failures"] and not report["lost"]:
+            reports.put_late_leaver(report, self._settings.failover.stop_grace)
+        return preempted(why, next((node for _, node in requests), None))
 
     def _report(self, said: list[dict[str, Any]], link: Link, cycle: Cycle) -> reports.Report:
         lost = {rank: why for node, why in link.lost_nodes().items() for rank in link.nodes[node].ranks}
@@ -155,8 +175,10 @@ class Court:
             request, node = max(requests, key=lambda item: item[0]["action"] == SHUTDOWN_WORKLOAD)
             _put_request(report, request, node, link.nodes[node].title)
             chosen = on_request(request, node, link.nodes[node].title)
-            others = tuple(other for _, other in requests if other != node and chosen.excluded)
-            return dataclasses.replace(chosen, also=others)
+            others = [
+                (on_request(it, at, link.nodes[at].title), at) for it, at in requests if at != node and chosen.excluded
+            ]
+            return together(chosen, others)
         culprit, own = report["culprit"], _own_failure(report)
         state = FailureState(
             now=self._past(report, link),
@@ -217,7 +239,7 @@ class Court:
             history=[dataclasses.asdict(item) for item in cycle.history.past],
             report=report,
         )
-        return self._extension.ask(info), f"the extension {self._extension.path}"
+        return self._extension.ask(info, lambda: bool(self.asked())), f"the extension {self._extension.path}"
 
     def _verdict(self, report: reports.Report, chosen: Sentence, link: Link, cycle: Cycle) -> Verdict:
         past = self._past(report, link)

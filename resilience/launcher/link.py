@@ -113,8 +113,9 @@ class Link:
             self._alarm = text  # our own: the thread need not answer it
         return first
 
-    def collect(self, timeout: float) -> list[dict[str, Any]]:
-        """Return what the other nodes testify; nodes that do not answer in time are left out."""
+    def collect(self, timeout: float, hurry: bool = False) -> list[dict[str, Any]]:
+        """Return what the other nodes testify; nodes that do not answer in time are left out. ``hurry``: everybody ends anyway,
+        so it need not be found out which of them are lost."""
         self.states(True)
         others = [node for node in range(len(self.nodes)) if node != self.me and node not in self._lost]
         deadline = time.monotonic() + timeout
@@ -127,7 +128,7 @@ class Link:
                     others.remove(node)
             if others:
                 time.sleep(0.05)
-        silent = self._without_pulse(others)
+        silent = [] if hurry else self._without_pulse(others)
         for node in others:
             host = self.nodes[node].host
             _LOG.warning("node %s (%s) did not testify within %g s.", node, host, timeout)
@@ -163,12 +164,14 @@ class Link:
         self._verdict = verdict
         return verdict
 
-    def await_verdict(self, timeout: float) -> dict[str, Any] | None:
-        """Wait for the verdict that another node owns; not longer than that node gives signs of life."""
+    def await_verdict(self, timeout: float, look_up: Callable[[], None] = lambda: None) -> dict[str, Any] | None:
+        """Wait for the verdict that another node owns; not longer than that node gives signs of life. ``look_up`` is called now
+        and then, and may raise."""
         owner = self._owner()
         deadline = time.monotonic() + timeout
         pulse, since = None, time.monotonic()
         while self._verdict is None and time.monotonic() < deadline and not self._stop.wait(0.05):
+            look_up()
             now = self._pulses([owner]) if owner is not None else None
             if now != pulse:
                 pulse, since = now, time.monotonic()
@@ -234,7 +237,7 @@ class Link:
         for node, state in self._states.items():
             if state == LEFT and node != self.me and node not in self._lost:
                 # It says so itself: nobody need wait for its silence, or for its testimony.
-                self._lost[node] = f"the launcher on {self.nodes[node].host} was ended from outside and left the job"
+                self._lost[node] = f"the launcher on {self.nodes[node].host} left the job"
                 self.bell.set()
 
     # -- the thread -----------------------------------------------------------------------------------------------

@@ -10,14 +10,16 @@ if TYPE_CHECKING:
     from resilience.launcher.roster import Member
 
 _LOG = logging.getLogger("resilience.launcher")
+_MAX_DIGITS = 9
 INFRA_VARIABLES = ("SLURM_PROCID", "GROUP_RANK", "JOB_COMPLETION_INDEX")
 
 
 def infra_rank(variables: Mapping[str, str]) -> int | None:
     """Return the rank that the infrastructure gave this node: Slurm's, a launcher's around us, an indexed Kubernetes job's."""
     for name in INFRA_VARIABLES:
-        if variables.get(name, "").isdecimal():
-            return int(variables[name])
+        text = variables.get(name, "")
+        if text.isdecimal() and len(text) <= _MAX_DIGITS:
+            return int(text)
     return None
 
 

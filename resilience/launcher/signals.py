@@ -50,6 +50,10 @@ class Signals:
     def let_go(self) -> None:
         """Training is interrupted: from here on a signal ends the launcher; one that came meanwhile does so now."""
         self._watching = False
+        self.end_if_asked()
+
+    def end_if_asked(self) -> None:
+        """End the launcher now if that was asked for."""
         if self.asked is not None:
             raise SignalException(f"process {os.getpid()} got signal {self.asked}", sigval=self.asked)
 

@@ -2,9 +2,11 @@
 
 1) ``stop/asked``          (first to hear) somebody wants the job to stop: a signal to a launcher or to a rank
 2) ``stop/calls/<node>``   (all) how often this node's ranks have called ``stop_requested``, and how fast they do
-3) ``stop/proposal/<k>``   (node 0) a step above every rank's; or 0: nobody ever calls it, so nobody is waited for
+3) ``stop/proposal/<k>``   (the first node) a step above every rank's; or 0: nobody ever calls it, so nobody is waited for
 4) ``stop/confirm/<k>/<node>``  (all) after arming it: no rank of ours was past it, or one was, and then k + 1 follows
-5) ``stop/decision``       (node 0) all have confirmed: this is the step
+5) ``stop/decision``       (the first node) all have confirmed: this is the step
+
+Nodes that have left or are lost (``min-healthy`` goes on without them) have no part in it.
 
 :class:`AgreedStop` is turned by the agent's loop and never waits.
 """
@@ -15,7 +17,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 from resilience.failover.failure import signal_name
@@ -64,7 +66,17 @@ class Ranks(Protocol):
 class AgreedStop:
     """The stop of one cycle, as one node sees it."""
 
-    def __init__(self, ranks: Ranks, board: Board, me: int, nodes: int, grace: float) -> None:
+    def __init__(
+        self,
+        ranks: Ranks,
+        board: Board,
+        me: int,
+        nodes: int,
+        *,
+        grace: float,
+        absent: Callable[[], Iterable[int]] = tuple,
+    ) -> None:
+        self._absent = absent
         self._ranks = ranks
         self._board = board
         self._me = me
@@ -136,12 +148,20 @@ class AgreedStop:
         calls = max(self._ranks.stop_calls(), default=0)
         self._board.post(self._key(f"calls/{self._me}"), json.dumps([calls, self._pace.per_second(now, calls)]))
         _LOG.info("a stop is asked for: %s.", self.why)
-        self._turn = self._propose if self._me == 0 else self._follow
+        self._turn = self._propose if self._leads() else self._follow
+
+    def _here(self) -> list[int]:
+        """Return the nodes that take part."""
+        absent = set(self._absent())
+        return [node for node in range(self._nodes) if node not in absent or node == self._me]
+
+    def _leads(self) -> bool:
+        return self._here()[0] == self._me
 
     def _idle(self, now: float) -> None:
         """Nothing to do any more."""
 
-    # -- node 0 -----------------------------------------------------------------------------------------------------
+    # -- the first node -----------------------------------------------------------------------------------------------------
 
     def _propose(self, now: float) -> None:
         found = self._from_all("calls/{}")
@@ -171,7 +191,7 @@ class AgreedStop:
             self._turn = self._idle
 
     def _from_all(self, key: str) -> list[Any] | None:
-        texts = [self._board.peek(self._key(key.format(node))) for node in range(self._nodes)]
+        texts = [self._board.peek(self._key(key.format(node))) for node in self._here()]
         return [json.loads(text) for text in texts if text is not None] if all(texts) else None
 
     # -- all nodes --------------------------------------------------------------------------------------------------
@@ -179,6 +199,8 @@ class AgreedStop:
     def _follow(self, now: float) -> None:
         text = self._board.peek(self._key(f"proposal/{self._proposal}"))
         if text is None:
+            if self._leads():  # whoever did is gone
+                self._turn = self._propose
             return
         self._step = int(text)
         if self._step == 0:
@@ -202,7 +224,7 @@ class AgreedStop:
             return
         late = max(self._ranks.stop_calls(), default=0) if self._ranks.passed(self._step) else 0
         self._board.post(self._key(f"confirm/{self._proposal}/{self._me}"), json.dumps(late))
-        self._turn = self._conclude if self._me == 0 else self._obey
+        self._turn = self._conclude if self._leads() else self._obey
 
     def _obey(self, now: float) -> None:
         if self._board.peek(self._key("decision")) is not None:
@@ -214,9 +236,11 @@ class AgreedStop:
                 self._step,
                 self._grace,
             )
-        elif self._me != 0 and self._board.peek(self._key(f"proposal/{self._proposal + 1}")) is not None:
+        elif self._board.peek(self._key(f"proposal/{self._proposal + 1}")) is not None:
             self._proposal += 1
             self._turn = self._follow
+        elif self._leads():  # whoever did is gone, or it is ours
+            self._turn = self._conclude
 
 
 class _Pace:

@@ -23,6 +23,8 @@ def main(argv: list[str]) -> int:
         "--port", type=int, default=29400, help="port to listen on, on all interfaces (0: any; default: 29400)"
     )
     args = parser.parse_args(argv)
+    if not 0 <= args.port <= 65535:
+        parser.error(f"--port={args.port}: a port is a number from 0 to 65535")
     signals = {signal.SIGTERM, signal.SIGINT}
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # before torch starts threads
     from torch.distributed import TCPStore  # noqa: PLC0415

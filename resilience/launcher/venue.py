@@ -111,9 +111,18 @@ class Venue:
             if gone:
                 meeting.depart(gone)
             if order["action"] in sentence.ENDS and whole_job:
-                meeting.close(Outcome(order["exit_code"], order["detail"] or "the job has finished"))
+                code = order.get("job_code", order["exit_code"])
+                meeting.close(Outcome(code, order["detail"] or "the job has finished"))
         except RuntimeError as error:
             _LOG.warning("the rendezvous store does not answer: %s", error)
+
+    def exclude(self, why: str) -> None:
+        """Keep this node out of the job's next runs."""
+        if self._meeting is not None:
+            try:
+                self._meeting.exclude(self.name, why)
+            except RuntimeError as error:
+                _LOG.warning("the rendezvous store does not answer: %s", error)
 
     def leave(self) -> None:
         """Take this launcher out of the job; the others go on, or wait for another one."""

@@ -66,11 +66,17 @@ class Vigil:
         self._known_lost: set[int] = set()
         self._told: set[int] = set()
         self._newcomers_due = self._hear_due = 0.0
-        self.stop = AgreedStop(hub.brakes, link, link.me, len(link.nodes), hub.settings.failover.stop_grace)
+        grace = hub.settings.failover.stop_grace
+        self.stop = AgreedStop(hub.brakes, link, link.me, len(link.nodes), grace=grace, absent=link.lost_nodes)
+        self._excluded = ""
 
     def testify(self) -> dict[str, Any]:
-        """Return what this node has to say. Called in the link's thread when another node raises the alarm."""
-        return self._court.testify(self.case, self.link.me, self.exit_codes or None)
+        """Return what this node has to say. Called in the link's thread when another node raises the alarm.
+
+        What a parked node failed of was tried before: it must not hide what happened now.
+        """
+        said = self._court.testify(self.case, self.link.me, self.exit_codes or None)
+        return {**said, "failures": [], "hangs": {}} if self.parked else said
 
     def look(self) -> Verdict | None:
         """Look at everything once; return a verdict if something happened."""
@@ -113,7 +119,7 @@ class Vigil:
     def _something_happened(self) -> bool:
         """Whether a rank of this node failed or hangs, a node is lost, or a rank asked for something."""
         lost = set(self.link.lost_nodes()) - self._known_lost
-        if self._coroner.dead() or self._hub.hangs() or self._hub.request() or lost:
+        if self._coroner.dead() or self._hub.hangs() or self._asked_for_something() or lost:
             return True
         if self._finished_at:
             return False
@@ -129,6 +135,18 @@ class Vigil:
             # A death that came between our look and torch's: torch has ended the others already.
             self.exit_codes = {rank: failure.exitcode for rank, failure in result.failures.items()}
             return True
+        return False
+
+    def _asked_for_something(self) -> bool:
+        """Whether a rank asked for something that is to be done at once. While the job stops, an exclusion is noted and need not
+        end ranks that are about to leave by themselves."""
+        request = self._hub.request()
+        if request is None or not self.stop.under_way or request["action"] == sentence.SHUTDOWN_WORKLOAD:
+            return request is not None
+        if not self._excluded:
+            self._excluded = f"rank {request['rank']} asked for it: {request['description']}"
+            self._venue.exclude(self._excluded)
+            _LOG.warning("this node is excluded from the job, which stops; %s", self._excluded)
         return False
 
     def _concerns_all(self) -> bool:
@@ -175,8 +193,10 @@ class Vigil:
         stopped = self._hub.brakes.stop_taken() or (self.stop.under_way and self.link.peek(_TAKEN) is not None)
         detail = f"all ranks stopped together ({self.stop.why})" if stopped else ""
         code = exits.PREEMPTED if stopped else exits.FINISHED
-        order = {"action": sentence.FINISHED, "detail": detail, "exit_code": code}
-        return {"sentence": order, "whole_job": everybody and self.link.me == 0}
+        own = exits.NODE_LEFT if self._excluded else code
+        order = {"action": sentence.FINISHED, "detail": detail, "exit_code": own, "job_code": code}
+        first = min(set(states) - set(self.link.lost_nodes()), default=self.link.me)
+        return {"sentence": order, "whole_job": everybody and self.link.me == first}
 
     def _tell_of(self, states: dict[int, str]) -> None:
         """Say which other nodes have failed while this one goes on."""

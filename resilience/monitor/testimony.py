@@ -32,6 +32,8 @@ def describe(
         "sections": [{"name": row.name, "age_s": round((now_ns - row.open_since) / _S, 3)} for row in view.open_rows()],
         "entries": _entries(view),
         "finishing": bool(view.finishing_since),
+        "in_flight": bool(view.in_flight),
+        "stop_calls": view.stop_calls,
         "events": [[round(at, 4), what, name] for at, what, name in page.last_events()[-_EVENTS:]],
         "stack": stack,
     }

@@ -74,6 +74,7 @@ def compose(evidence: Evidence) -> Report:
         "remedy": remedy(kind, culprit, evidence.hangs.get(rank)),
         "waiting": _waiting(known, found, evidence.failures),
         "failures": _timeline(evidence.failures, failure),
+        "lost": sorted(evidence.lost),
         "ranks": known,
     }
 
@@ -81,6 +82,17 @@ def compose(evidence: Evidence) -> Report:
 def conclude(report: Report, action: str, detail: str, strategy: str = "") -> Report:
     """Add what was done: ``action`` in a word (restart, stop, node, abort, wait, shutdown, preempted), ``detail`` in a sentence."""
     return {**report, "action": action, "action_detail": detail, "strategy": strategy}
+
+
+def put_late_leaver(report: Report, grace: float) -> None:
+    """Make a report that of a rank that did not leave in time after the job was asked to stop."""
+    never = [item["rank"] for item in report["ranks"] if item["state"] != "gone" and not item.get("stop_calls")]
+    longer = "give more time with --ft-stop-grace=SECONDS"
+    report["remedy"] = f"Leave sooner after stop_requested(), or {longer}."
+    report["culprit"]["message"] = f"it had not left {grace:g} s after the job was asked to stop"
+    if never and len(never) < len(report["ranks"]):
+        report["remedy"] = f"Call stop_requested() once per step on every rank: {ranks_in_words(never)} never did."
+        report["culprit"]["message"] += f"; {ranks_in_words(never)} never called stop_requested()"
 
 
 def _own_words(failure: RankFailure, culprit: Mapping[str, Any]) -> dict[str, Any]:

@@ -42,6 +42,11 @@ def page_of_this_process() -> Page | None:
     return _Attached.page
 
 
+def page_if_attached() -> Page | None:
+    """Return the page if this process has it already."""
+    return _Attached.page
+
+
 def attach() -> Page | None:
     """Fetch this rank's page from the launcher and make the process ready to testify.
 

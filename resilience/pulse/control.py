@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from resilience.errors import LinkError, PulseError
 from resilience.pulse import attach
 
+_MAX_TEXT = 1000  # of a description; the rest is cut off
+
 
 class WorkloadAction(enum.Enum):
     """What can be asked for."""
@@ -37,7 +39,7 @@ def send(request: WorkloadControlRequest) -> None:
             "no launcher: the request %s has no effect. Start the script with `resilience run`.", request.action.name
         )
         return
-    message = {"op": "control", "action": request.action.name, "description": str(request.description)}
+    message = {"op": "control", "action": request.action.name, "description": str(request.description)[:_MAX_TEXT]}
     answer = attach.ask(message)
     if answer is None or "error" in answer:
         why = "no answer within 5 s" if answer is None else answer["error"]

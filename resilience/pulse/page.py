@@ -22,6 +22,7 @@ Layout, in words of 8 bytes (native byte order; rank and monitor are on one mach
     9       last heartbeat at        22-25   stop: calls · asked for by signal · waiting at · taken at
                                      26-29   written by the launcher: stop armed · decided · the rank is being ended ·
                                              stop confirmed to the other nodes
+                                     30      an exception was recorded at this time and is still on its way (0: none)
     10      heartbeats expected since (0: not expected)
     11      done since (0: not done)
 
@@ -46,6 +47,7 @@ W_BEATS, W_BEAT_AT, W_EXPECTED, W_DONE, W_BEAT_TIMEOUT, W_STEP = range(8, 14)
 W_GAPS, W_GAPS_WARMUP, W_PAUSES, W_PAUSE, W_PAUSE_WARMUP, W_FIRST_SIGN, W_INSIDE, W_WHOLE_GAPS = range(14, 22)
 W_STOP_CALLS, W_STOP_ASKED, W_STOP_WAITING, W_STOP_TAKEN = range(22, 26)
 W_STOP_ARMED, W_STOP_DECIDED, W_ENDING, W_STOP_CONFIRMED = range(26, 30)  # the only words that the launcher writes
+W_IN_FLIGHT = 30
 W_RING = 32
 RING = 64
 W_TABLE = W_RING + RING
@@ -123,6 +125,8 @@ class PageView:
     inside: int = 0  # time in sections since the last heartbeat
     whole_gap: int = 0  # the largest gap between heartbeats, with the sections in it
     rows: tuple[Row, ...] = ()
+    in_flight: int = 0  # when an exception was recorded that has not been caught since
+    stop_calls: int = 0
 
     def open_rows(self) -> list[Row]:
         """Return the open sections, outermost (oldest) first."""
@@ -199,6 +203,8 @@ class Page:
             inside=words[W_INSIDE],
             whole_gap=words[W_WHOLE_GAPS],
             rows=rows,
+            in_flight=words[W_IN_FLIGHT],
+            stop_calls=words[W_STOP_CALLS],
         )
 
     def _row(self, index: int) -> Row:

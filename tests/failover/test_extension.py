@@ -615,3 +615,11 @@ def test_extension_dies_with_a_launcher_that_is_killed(home: Path, launcher: str
             parent.kill()
             parent.wait()
         wait_for(lambda: not alive(pid), "the end of the extension", 20.0)
+
+
+def test_extension_that_thinks_is_not_waited_for_when_the_launcher_is_to_end(home: Path, said: list[str]) -> None:
+    write_class(home, "Path('asked').touch(); time.sleep(1000)")
+    with started() as extension:
+        to_end = Path("asked").exists
+        assert extension.ask(FAILED, to_end) is NORMAL
+        assert "does not wait for it" in said[-1]

@@ -22,9 +22,11 @@ from resilience.failover.sentence import (
     WAIT,
     Scene,
     Sentence,
+    interrupted,
     on_request,
     preempted,
     pronounce,
+    together,
     waits,
 )
 from resilience.failover.strategy import FailoverStrategy as Strategy
@@ -153,3 +155,24 @@ def test_codes_that_a_scheduler_acts_on_are_those_that_are_documented_and_all_di
     assert all(ours[code] == code for code in ours)
     assert len(ours) == 8
     assert not set(ours) & set(HARDWARE_CODES)
+
+
+def test_nodes_that_ask_to_be_excluded_at_once_keep_their_reasons() -> None:
+    def asks(node: int, why: str) -> Sentence:
+        return on_request({"rank": node, "action": "ExcludeThisNode", "description": why}, node, f"host-{node}")
+
+    both = together(asks(0, "too hot"), [(asks(2, "ECC errors"), 2)])
+    assert (both.leaver, both.also, both.excluded) == (0, (2,), True)
+    assert "too hot" in both.detail
+    assert "node 2 (host-2) is excluded" in both.detail
+    assert "ECC errors" in both.detail
+
+
+def test_node_that_asked_to_be_excluded_while_the_job_stops_may_not_come_back() -> None:
+    assert (preempted("why").leaver, preempted("why").excluded) == (None, False)
+    assert (preempted("why", 3).leaver, preempted("why", 3).excluded, preempted("why", 3).exit_code) == (3, True, 79)
+
+
+def test_signal_in_the_middle_of_an_incident_ends_as_a_preemption_or_as_under_torchrun() -> None:
+    assert (interrupted("SIGTERM", True).action, interrupted("SIGTERM", True).exit_code) == ("preempted", 79)
+    assert (interrupted("SIGTERM", False).action, interrupted("SIGTERM", False).exit_code) == ("stop", 1)

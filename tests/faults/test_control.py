@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -89,3 +91,33 @@ def test_shutdown_is_stronger_than_exclusion_and_its_report_blames_nobody_else(t
             it.logs()
         )  # the first may be acted on already
         assert report["victims"] == []
+
+
+def test_shutdown_goes_before_a_stop_that_is_under_way(tmp_path: Path) -> None:
+    with training(tmp_path, 1, "1", "--nproc-per-node=2", "--ft-stop-grace=60") as it:
+        node = it.nodes[0]
+        node.order("hang", 0)  # so that the stop stays under way
+        wait_for(lambda: any("obeys-hang" in note for note in node.notes(0)), "rank 0 to hang")
+        os.kill(node.pid, signal.SIGTERM)
+        wait_for(lambda: "a stop is asked for" in node.log(), "the stop")
+        node.order("control ShutdownWorkload", 1)
+        assert node.wait() == 78, it.logs()
+        assert node.report(0)["culprit"]["kind"] == "request"
+
+
+def test_exclusion_during_a_stop_lets_all_ranks_leave_together_and_the_node_ends_as_excluded(tmp_path: Path) -> None:
+    with training(tmp_path, 1, "1", "--nproc-per-node=2") as it:
+        node = it.nodes[0]
+        os.kill(node.pid, signal.SIGTERM)
+        wait_for(lambda: "a stop is asked for" in node.log(), "the stop")
+        node.order("control ExcludeThisNode", 1)
+        assert node.wait() in (76, 79), it.logs()  # 79: it had left before it could ask
+        stopped = [note[1] for rank in range(2) for note in node.notes(rank) if note[1].startswith("stopped")]
+        assert len(stopped) == 2, it.logs()
+        assert not (node.run_dir / "cycles").exists()
+
+
+def test_long_description_is_cut_and_the_request_done(tmp_path: Path) -> None:
+    with training(tmp_path, 1, "1") as it:
+        it.nodes[0].order("long-request 300000")
+        assert it.nodes[0].wait() == 78, it.logs()

@@ -69,3 +69,28 @@ def test_hardware_code_makes_its_node_leave_without_disturbing_the_others(tmp_pa
         for node in it.nodes[:2]:
             node.await_steps(0, len(node.steps(0)) + 20)
         assert finish(it.nodes[:2]) == [0, 0], it.logs()
+
+
+@pytest.mark.parametrize("leaver", [0, pytest.param(1, marks=pytest.mark.long)])
+def test_stop_is_agreed_on_by_those_that_are_left(tmp_path: Path, leaver: int) -> None:
+    with training(tmp_path, 2, "1:2", POLICY) as it:
+        gone, stays = it.nodes[leaver], it.nodes[1 - leaver]
+        gone.order("exit 201")
+        wait_for(lambda: "they go on" in stays.log(), "the other one to know")
+        os.kill(stays.pid, signal.SIGTERM)
+        assert stays.wait() == 79, it.logs()
+        assert gone.wait() == 201, it.logs()  # the one that holds the store stays for the others
+        assert "all ranks stop together" in stays.log()
+        assert not (stays.run_dir / "cycles").exists(), "nobody had to be ended"
+
+
+@pytest.mark.long
+def test_old_failure_of_a_parked_node_does_not_hide_a_broken_device(tmp_path: Path) -> None:
+    with training(tmp_path, 2, "1:2", "--max-restarts=3", POLICY) as it:
+        it.nodes[0].order("raise long ago")
+        wait_for(lambda: "so the others go on" in it.nodes[0].log(), "the failed node to say that it waits")
+        it.nodes[1].order("exit 201")
+        assert it.nodes[1].wait() == 201, it.logs()
+        assert it.nodes[1].report(0)["culprit"]["exit_code"] == 201
+        it.nodes[0].await_steps(1)
+        assert finish(it.nodes[:1]) == [0], it.logs()

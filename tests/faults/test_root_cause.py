@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.faults.test_strategies import training
 from tests.jobs import WORKLOADS, job, wait_for
 
 pytestmark = pytest.mark.spawns
@@ -206,3 +207,30 @@ def test_rank_that_got_over_an_error_is_not_blamed_for_another_ones(tmp_path: Pa
         report = it.report(0)
         assert (report["culprit"]["rank"], report["culprit"]["exit_code"]) == (1, 3)
         assert [item["rank"] for item in report["failures"]] == [1]
+
+
+@pytest.mark.parametrize("ending", ["kill SIGKILL", "raise the real cause"])
+def test_exception_that_was_caught_is_not_blamed_for_what_ends_another_rank(tmp_path: Path, ending: str) -> None:
+    with training(tmp_path, 1, "1", "--nproc-per-node=2") as it:
+        node = it.nodes[0]
+        node.order("recover 30", 1)
+        wait_for(lambda: any("obeys-recover" in note for note in node.notes(1)), "rank 1 to go on after its exception")
+        wait_for((node.run_dir / "logs/cycle_0/rank_1/error.json").exists, "the record of it")
+        node.order(ending, 0)
+        assert node.wait() == 1, it.logs()
+        report = node.report(0)
+        assert report["culprit"]["rank"] == 0
+        assert [item["rank"] for item in report["failures"]] == [0]
+
+
+def test_rank_that_raised_first_is_the_cause_although_it_is_long_in_its_clean_up(tmp_path: Path) -> None:
+    with training(tmp_path, 1, "1", "--nproc-per-node=2", "--ft-rank-term-timeout=1") as it:
+        node = it.nodes[0]
+        node.order("clean-up 600", 1)
+        wait_for((node.run_dir / "logs/cycle_0/rank_1/error.json").exists, "rank 1 to record its exception")
+        node.await_steps(0, len(node.steps(0)) + 40)  # the other one goes on for a while
+        node.order("raise because of the other one", 0)
+        assert node.wait() == 1, it.logs()
+        report = node.report(0)
+        assert report["culprit"]["message"] == "ValueError: the first cause"
+        assert [item["rank"] for item in report["failures"]] == [1, 0]

@@ -327,3 +327,16 @@ def test_script_arguments_are_the_scripts_even_if_they_begin_like_our_flags(tmp_
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.removeprefix("[c0 n0 r0] ")) == prefixes
+
+
+@pytest.mark.spawns
+def test_numbers_that_can_not_be_meant_start_nothing() -> None:
+    words = ["--nnodes=2:1", "--nnodes=0", "--nnodes=some", "--nproc-per-node=0", "--max-restarts=-1"]
+    code = f"from resilience.__main__ import main\nfor word in {words}: print(main(['run', word, 'train.py']))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout.split() == ["2"] * len(words), done.stderr
+    assert done.stderr.count("Nothing was started") == len(words)
+
+
+def test_timeout_of_a_thousand_years_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "less than 30 years" in mistake(capsys, "config", "--ft-failover-timeout=99999999999")

@@ -178,7 +178,7 @@ class World:
         """Add a node whose ranks take ``steps_s`` for a step each."""
         ranks = [self._new_rank(step_s) for step_s in steps_s]
         posts = [cast(Post, SimpleNamespace(page=SimpleNamespace(words=rank.ours))) for rank in ranks]
-        stop = AgreedStop(Brakes(posts, threading.Condition()), self.wire, number, nodes, GRACE_S)
+        stop = AgreedStop(Brakes(posts, threading.Condition()), self.wire, number, nodes, grace=GRACE_S)
         node = Node(ranks, stop)
         self.nodes.append(node)
         self.at(self.now + self.rng.random() / 10, lambda: self._launcher(node))
@@ -449,7 +449,7 @@ class Turns:
         self.now = 1000.0
         self.wire = Wire()
         self.ranks = ranks
-        self.stops = [AgreedStop(each, self.wire, me, len(ranks), GRACE_S) for me, each in enumerate(ranks)]
+        self.stops = [AgreedStop(each, self.wire, me, len(ranks), grace=GRACE_S) for me, each in enumerate(ranks)]
         monkeypatch.setattr(stopping, "time", SimpleNamespace(monotonic=lambda: self.now))
 
     def all(self, times: int = 1, but: int | None = None) -> None:

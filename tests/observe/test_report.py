@@ -15,6 +15,7 @@ from resilience.observe.report import (
     as_text,
     compose,
     conclude,
+    put_late_leaver,
     ranks_in_words,
     read_all,
     write,
@@ -255,3 +256,18 @@ def test_context_that_the_script_gave_is_in_the_text() -> None:
     }
     words = as_text(report(Evidence(0, failures=[examine(0, 1, 5, error=error)])), "/r")
     assert "context   batch=s3://b/7, lr=0.1" in words
+
+
+def test_rank_that_never_asked_whether_to_stop_is_named_when_the_time_is_over() -> None:
+    ranks = [witness(0, stop_calls=7), witness(1, stop_calls=0)]
+    report = compose(Evidence(cycle=0, testimonies=ranks))
+    put_late_leaver(report, 25.0)
+    assert "rank 1 never called stop_requested()" in report["culprit"]["message"]
+    assert "rank 1 never did" in report["remedy"]
+
+
+def test_rank_that_took_too_long_to_leave_is_told_to_leave_sooner() -> None:
+    report = compose(Evidence(cycle=0, testimonies=[witness(0, stop_calls=7), witness(1, stop_calls=7)]))
+    put_late_leaver(report, 25.0)
+    assert report["culprit"]["message"] == "it had not left 25 s after the job was asked to stop"
+    assert "--ft-stop-grace" in report["remedy"]

@@ -30,7 +30,7 @@ def note(text: str) -> None:
         file.write(f"{CYCLE} {text} {time.monotonic():.6f} {os.getpid()}\n")
 
 
-def obey(order: str) -> None:
+def obey(order: str) -> None:  # noqa: PLR0912 - one branch per word
     """Do one thing; see the names."""
     what, _, rest = order.partition(" ")
     note(f"obeys-{what}")
@@ -51,6 +51,21 @@ def obey(order: str) -> None:
     elif what == "overcome":
         with contextlib.suppress(ValueError):
             resilience.record(lambda: obey("raise got over it"))()
+    elif what == "recover":  # a recorded function fails, is caught, and the rank goes on in another section
+        with contextlib.suppress(OSError):
+            resilience.record(_mirror)()
+        with resilience.section("fallback"):
+            time.sleep(float(rest))
+    elif what == "clean-up":  # what raised takes its time to end
+        try:
+            resilience.record(lambda: obey("raise the first cause"))()
+        finally:
+            time.sleep(float(rest))
+    elif what == "long-request":
+        client = resilience.RankMonitorClient()
+        client.init_workload_monitoring()
+        action = resilience.WorkloadAction.ShutdownWorkload
+        client.send_workload_control_request(resilience.WorkloadControlRequest(action, "x" * int(rest)))
     elif what == "memory":
         raise MemoryError
     elif what == "eat":
@@ -65,6 +80,10 @@ def obey(order: str) -> None:
         note("sent")
     else:
         raise AssertionError(order)
+
+
+def _mirror() -> None:
+    raise OSError("mirror A is down")
 
 
 def orders() -> None:
