@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from resilience.errors import ResilienceError
 
 if TYPE_CHECKING:
+    from resilience.checkpoint.flash import FlashCheckpoint
     from resilience.pulse.client import (
         done,
         end_all_sections,
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
+    "FlashCheckpoint",
     "RankMonitorClient",
     "ResilienceError",
     "WorkloadAction",
@@ -53,6 +55,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "FlashCheckpoint": "resilience.checkpoint.flash",
     "RankMonitorClient": "resilience.pulse.rank_monitor_client",
     "WorkloadAction": "resilience.pulse.control",
     "WorkloadControlRequest": "resilience.pulse.control",

@@ -245,19 +245,32 @@ class RankEnvironment:
     launcher_pid: int
     late_attach: bool
     world: int = 1
+    local_rank: int = 0
+    local_world: int = 1
+    restarts: int = 0  # as torchrun counts them; without a launcher of ours they number the cycles
+    run: str = ""
 
 
 def rank_environment() -> RankEnvironment:
     """Read what the launcher told this worker."""
-    rank, cycle = os.environ.get("RANK", ""), os.environ.get(ENV_CYCLE, "")
+    rank = os.environ.get("RANK", "")
     return RankEnvironment(
         socket=os.environ.get(ENV_SOCKET),
         rank=int(rank) if rank.isdigit() else None,
-        cycle=int(cycle) if cycle.isdecimal() else 0,
+        cycle=_number(ENV_CYCLE, 0),
         launcher_pid=int(os.environ.get(ENV_LAUNCHER_PID, "0")),
         late_attach=ENV_LATE_ATTACH in os.environ,
-        world=int(world) if (world := os.environ.get("WORLD_SIZE", "")).isdigit() else 1,
+        world=_number("WORLD_SIZE", 1),
+        local_rank=_number("LOCAL_RANK", 0),
+        local_world=_number("LOCAL_WORLD_SIZE", 1),
+        restarts=_number("TORCHELASTIC_RESTART_COUNT", 0),
+        run=os.environ.get(ENV_RUN) or os.environ.get("TORCHELASTIC_RUN_ID", ""),
     )
+
+
+def _number(name: str, default: int) -> int:
+    text = os.environ.get(name, "")
+    return int(text) if text.isdecimal() else default
 
 
 def error_file() -> str | None:

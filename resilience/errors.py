@@ -5,7 +5,14 @@
     ├── PulseError             the in-loop calls were used in a way that can't be meant
     │   ├── SectionError       a section ended that is not open, or too many names
     │   └── RankMonitorClientError   the seeds' client, used before init or after shutdown
-    ├── LinkError              a peer process (launcher, monitor) did not answer in time
+    ├── CheckpointError        a snapshot that can't be made, kept or read; its leaves stand beside what raises them
+    │   ├── EncodingError      a value that can't be kept          (checkpoint.encoding)
+    │   ├── DecodingError      values that can't be read           (checkpoint.encoding)
+    │   ├── ShardError         tensors that can't be read          (checkpoint.shards)
+    │   ├── ManifestError      a checkpoint that is not whole      (checkpoint.manifest)
+    │   ├── NothingToRestore   no checkpoint, and no fresh start allowed
+    │   └── SaveError          a save failed in the background, and ``on_save_error`` is "raise"
+    ├── LinkError              a peer process (launcher, monitor, saver) did not answer in time
     └── UnsupportedPlatform    the launcher needs Linux
 
 The in-loop calls never raise because of us: a missing launcher, a dead monitor or a full page make them no-ops. They
@@ -36,6 +43,18 @@ class SectionError(PulseError):
 
 class RankMonitorClientError(PulseError):
     """Misuse of RankMonitorClient."""
+
+
+class CheckpointError(ResilienceError):
+    """A snapshot that can't be made, kept or read."""
+
+
+class NothingToRestore(CheckpointError):  # noqa: N818 - reads as what it is
+    """There is no checkpoint to go on from, and a fresh start was not allowed."""
+
+
+class SaveError(CheckpointError):
+    """A save failed behind the training loop's back."""
 
 
 class LinkError(ResilienceError):

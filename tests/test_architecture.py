@@ -21,6 +21,7 @@ ROOT = Path(resilience.__file__).parent
 REPO = ROOT.parent
 
 PUBLIC = [
+    "FlashCheckpoint",
     "RankMonitorClient",
     "ResilienceError",
     "WorkloadAction",
@@ -47,9 +48,10 @@ MAY_IMPORT = {
     "monitor": {"pulse", *BASE},
     "failover": {"pulse", *BASE},
     "observe": {"failover", "pulse", *BASE},
-    "launcher": {"failover", "monitor", "observe", "pulse", "values", *BASE},
+    "checkpoint": {"pulse", *BASE},
+    "launcher": {"checkpoint", "failover", "monitor", "observe", "pulse", "values", *BASE},
     "_worker": {"pulse", "recording", *BASE},
-    "__init__": {"pulse", "recording", "errors"},
+    "__init__": {"checkpoint", "pulse", "recording", "errors"},
     "__main__": {"launcher", "observe", "errors", "__init__"},
     "run": {"launcher"},
 }

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from resilience.errors import LinkError
 from resilience.failover.sentence import EXCLUDE_THIS_NODE, SHUTDOWN_WORKLOAD
 from resilience.launcher.learner import Learner
 from resilience.launcher.post import Post
@@ -37,6 +38,7 @@ class Desk:
         learner: Learner,
         learned: Callable[[], None],
         requested: Callable[[], None],
+        saver: Callable[[], str],
     ) -> None:
         self.path = path
         self._selector = selector
@@ -44,6 +46,7 @@ class Desk:
         self._learner = learner
         self._learned = learned
         self._requested = requested
+        self._saver = saver
         self._callers: dict[socket.socket, float] = {}
         self._server = self._listen()
 
@@ -128,6 +131,11 @@ class Desk:
                 )
                 self._learned()
             channel.send(connection, {"ok": True})
+        elif op == "saver":
+            try:
+                channel.send(connection, {"path": self._saver()})
+            except (OSError, LinkError) as error:
+                channel.send(connection, {"error": str(error)})
         elif op == "control":
             channel.send(connection, self._control(post, message))
         else:

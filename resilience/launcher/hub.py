@@ -28,6 +28,7 @@ from resilience.launcher.brakes import Brakes
 from resilience.launcher.desk import Desk
 from resilience.launcher.learner import Learner
 from resilience.launcher.post import Post
+from resilience.launcher.vault import Vault
 from resilience.monitor import proc
 from resilience.pulse import channel
 from resilience.pulse.attach import STACK_SIGNAL
@@ -66,6 +67,7 @@ class Hub:
         self._launcher_pidfd = os.pidfd_open(os.getpid())
         for post in self._posts:  # before anything else: from here on somebody cleans up after us
             self._start_monitor(post)
+        self._vault = Vault(scratch, self._selector)
         self._desk = Desk(
             self.socket_path,
             self._selector,
@@ -73,6 +75,7 @@ class Hub:
             learner=self.learner,
             learned=self._limits_changed,
             requested=self.bell.set,
+            saver=self._vault.address,
         )
         self._thread = threading.Thread(target=self._run, name="resilience-hub", daemon=True)
         self._thread.start()
@@ -183,6 +186,7 @@ class Hub:
                 self._tell(post, {"op": "quit"})
         self._wake()
         self._thread.join(5.0)
+        self._vault.close()
         for post in self._posts:
             post.close()
         self._desk.close()
@@ -209,6 +213,7 @@ class Hub:
                 self._guarded(lambda key=key: key.data(key.fileobj))  # type: ignore[misc]
             self._guarded(self._look_after_monitors)
             self._guarded(self._desk.look_after)
+            self._guarded(self._vault.look_after)
             self._guarded(self._send_limits)
 
     def _guarded(self, act: Callable[[], None]) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 Message = dict[str, Any]
 MAX_BYTES = 128 * 1024
-_MAX_FDS = 8
+_MAX_FDS = 64
 
 
 def pair() -> tuple[socket.socket, socket.socket]:

@@ -1,0 +1,78 @@
+"""Snapshot memory that outlives the training process: memfds, held by rank, saver and launcher, so that any two may die.
+
+They are bound neither by the size of /dev/shm nor by its mount options, and are gone when their last holder is. A slot can grow
+(a changed structure), never shrink. It is faulted in when it is made and populated again by every process that maps it: the first
+copy through fresh pages is 20 to 40 times slower, through a fresh mapping still 5 times.
+
+Hazard: never open a slot through ``multiprocessing.shared_memory``; before Python 3.13 its tracker unlinks the segment when the
+first attaching process exits (cpython #82300).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+
+from resilience.checkpoint.ledger import seal_size
+from resilience.checkpoint.shards import aligned
+
+_MADV_POPULATE_WRITE = 23  # Linux 5.14; not in Python's mmap yet
+_HUGE = 2 << 20
+
+
+class Slot:
+    """The memory of one slot, as this process maps it."""
+
+    def __init__(self, fd: int, *, writable: bool = True) -> None:
+        self.fd = fd
+        self._writable = writable
+        self.nbytes = os.fstat(fd).st_size
+        self.map = self._mapped()
+
+    @classmethod
+    def create(cls, nbytes: int) -> Slot:
+        """Make a slot of at least ``nbytes``, with every page in place. Raises ``OSError`` when there is no memory for it."""
+        fd = os.memfd_create("resilience-slot", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(fd, max(aligned(nbytes), mmap.PAGESIZE))
+            seal_size(fd)
+            return cls(fd)
+        except BaseException:
+            os.close(fd)
+            raise
+
+    def grow(self, nbytes: int) -> None:
+        """Make room for ``nbytes``, and a quarter more. Everything that was taken from ``map`` before is stale."""
+        self.nbytes = aligned(nbytes + nbytes // 4)
+        os.ftruncate(self.fd, self.nbytes)
+        self.map = self._mapped()
+
+    def refresh(self) -> None:
+        """Map it anew if somebody has let it grow."""
+        if os.fstat(self.fd).st_size != self.nbytes:
+            self.nbytes = os.fstat(self.fd).st_size
+            self.map = self._mapped()
+
+    def close(self) -> None:
+        """Let go of it. The mapping goes when nothing looks into it any more."""
+        with contextlib.suppress(BufferError):
+            self.map.close()
+        os.close(self.fd)
+
+    def _mapped(self) -> mmap.mmap:
+        if not self._writable:
+            return mmap.mmap(self.fd, self.nbytes, mmap.MAP_SHARED, mmap.PROT_READ)
+        found = mmap.mmap(self.fd, self.nbytes, mmap.MAP_SHARED)
+        with contextlib.suppress(OSError):
+            found.madvise(mmap.MADV_DONTFORK)  # loader workers must not keep it
+        if self.nbytes >= _HUGE:
+            with contextlib.suppress(OSError):
+                found.madvise(mmap.MADV_HUGEPAGE)
+        try:
+            found.madvise(_MADV_POPULATE_WRITE)
+        except OSError as error:
+            if error.errno not in (22, 95):  # EINVAL: an older kernel
+                raise
+            return mmap.mmap(self.fd, self.nbytes, mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        return found

@@ -1,0 +1,392 @@
+"""``FlashCheckpoint``: the state of training in memory within milliseconds, on disk behind its back.
+
+    checkpoint = resilience.FlashCheckpoint("checkpoints", model=model, optimizer=optimizer, loader=loader)
+    start = checkpoint.restore(allow_fresh_start=True)
+    for step, batch in enumerate(loader, start):
+        train_step(model, optimizer, batch)
+        checkpoint.save(step)
+
+Rule: ``save`` copies and returns; it talks to nobody. Whatever is rare (coming, restoring, leaving) has a deadline.
+
+Hazard: after ``fork`` a child must not save: the slots are not mapped there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from resilience.checkpoint import encoding, memory, plan, slots, storage
+from resilience.checkpoint.arena import Slot
+from resilience.checkpoint.ledger import L_FAILURES, Ledger
+from resilience.checkpoint.link import Link, Place
+from resilience.checkpoint.plan import Collected, Collector
+from resilience.checkpoint.reading import Opened
+from resilience.checkpoint.receipt import Level, Receipt
+from resilience.checkpoint.restore import agree, load_parts
+from resilience.checkpoint.schedule import Every, Interval
+from resilience.checkpoint.shards import aligned
+from resilience.checkpoint.stager import Stager
+from resilience.checkpoint.state import Module, Part, parts_of
+from resilience.errors import (
+    CheckpointError,
+    ConfigError,
+    LinkError,
+    NothingToRestore,
+    SaveError,
+    UnsupportedPlatform,
+    nearest,
+)
+
+_LOG = logging.getLogger("resilience.checkpoint")
+_OPTIONS = (
+    "memory_every",
+    "disk_every",
+    "keep",
+    "keep_every",
+    "slots",
+    "replicated",
+    "rng",
+    "on_save_error",
+    "max_failures",
+    "restore_timeout",
+)
+
+
+class FlashCheckpoint:
+    """Snapshots of everything that training consists of.
+
+    ``directory``: where checkpoints go. ``things``: what they are made of, by name: modules, optimizers, and anything with
+    ``state_dict()`` and ``load_state_dict()``. Slots are allocated here, before step 0; what does not fit is said here.
+
+    ``memory_every``: steps (or a ``timedelta``, or ``"auto"``) between snapshots; 1: every call takes one. ``disk_every``: the same
+    for what is written to disk; ``None``: only what is left at the end or after a failure. ``keep``: so many checkpoints stay on
+    disk, and every ``keep_every``-th step for good. ``replicated``: names of things that are the same on all ranks (what is inside
+    DDP is known to be). ``on_save_error``: ``"raise"`` or ``"warn"`` in the next call after a save failed in the background, up to
+    ``max_failures`` in a row.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        memory_every: int = 1,
+        disk_every: Interval = timedelta(minutes=5),
+        keep: int = 3,
+        keep_every: int = 0,
+        slots: int = 3,
+        replicated: Iterable[str] = (),
+        rng: bool = True,
+        on_save_error: str = "raise",
+        max_failures: int = 3,
+        restore_timeout: float | timedelta = 600.0,
+        **things: Any,
+    ) -> None:
+        if sys.platform != "linux":
+            raise UnsupportedPlatform("FlashCheckpoint needs Linux (memfd); use torch.save elsewhere.")
+        _refuse_what_has_no_state(things)
+        if on_save_error not in ("raise", "warn"):
+            raise ConfigError(f'on_save_error={on_save_error!r}: give "raise" or "warn".')
+        if not 2 <= slots <= 8:
+            raise ConfigError(
+                f"slots={slots!r}: give 2 to 8; 3 is what a step in memory, one pending and one to write take."
+            )
+        unknown = set(replicated) - set(things)
+        if unknown:
+            raise ConfigError(f"replicated={sorted(unknown)}: no such things.{nearest(min(unknown), things)}")
+        self.directory = Path(directory).absolute()
+        self._place = Place.here()
+        self._refuse_several_nodes()
+        self._memory_every = Every.of("memory_every", memory_every)
+        self._disk_every = Every.of("disk_every", disk_every)
+        self._on_save_error = on_save_error
+        self._max_failures = max_failures
+        self._restore_timeout = _seconds(restore_timeout)
+        self._number = slots
+        self._parts: list[Part] = parts_of(things, replicated, rng) if things else []
+        self._newest: Receipt | None = None
+        self._failed_in_a_row = 0
+        self._owner_pid = os.getpid()
+        self._closed = False
+        self._link = Link(str(self.directory), self._place, self._options(keep, keep_every))
+        self._stager = self._come()
+        self._words = self._stager.ledger.words
+        self._heard_failures = self._words[L_FAILURES]
+
+    def _refuse_several_nodes(self) -> None:
+        if self._place.world != self._place.local_world:
+            raise CheckpointError(
+                f"{self._place.world} ranks on several nodes: FlashCheckpoint works within one node so far. Nothing was set up."
+            )
+
+    def _options(self, keep: int, keep_every: int) -> dict[str, Any]:
+        every = self._disk_every
+        return {
+            "keep": keep,
+            "keep_every": keep_every,
+            "disk_seconds": every.seconds or (60.0 if every.auto else None),
+            "run": self._place.run,
+            "facts": {"torch": torch.__version__, "python": sys.version.split()[0]},
+        }
+
+    # -- coming -----------------------------------------------------------------------------------------------------
+
+    def _come(self) -> Stager:
+        """Get this rank's memory from the saver, or make it."""
+        try:
+            known = self._link.come(self._number)
+        except OSError as error:
+            raise LinkError(f"the saver can't be reached: {error}") from error
+        if known is not None:
+            return Stager(self._place, *known, self._link.generation)
+        need = self._estimate()
+        memory.check(need * self._number, f"{self._number} slots of {need / 1e9:.2f} GB (rank {self._place.rank})")
+        ledger = Ledger.create(self._number, self._place.rank, self._place.world)
+        held = [Slot.create(need) for _ in range(self._number)]
+        stager = Stager(self._place, ledger, held, self._link.generation)
+        self._link.deposit(ledger, held)
+        return stager
+
+    def _estimate(self) -> int:
+        """Return how large a slot has to be, optimizer state that is yet to come included."""
+        if not self._parts:
+            return 1 << 20
+        state, values = self._collect()
+        made = plan.make_plan(state, self._place.local_rank, self._place.local_world)
+        missing = memory.missing_optimizer_state(self._parts, self._place.local_world)
+        total = (
+            aligned(made.data_bytes + missing) + aligned(len(made.header) * 4) + aligned(2 * len(values) + (1 << 16))
+        )
+        free = storage.free_bytes(self.directory)
+        if free < total * self._place.local_world:
+            _LOG.warning(
+                "%s has %.2f GB left, one checkpoint of this node takes about %.2f GB.",
+                self.directory,
+                free / 1e9,
+                total * self._place.local_world / 1e9,
+            )
+        return total
+
+    # -- saving -----------------------------------------------------------------------------------------------------
+
+    def save(self, step: int, *, disk: bool | None = None) -> Receipt:
+        """Take a snapshot of the state after ``step``. Returns when the bytes are copied; durability follows behind.
+
+        ``disk``: have this one written to disk, or not, whatever ``disk_every`` says. Raises for a state that can't be kept, and
+        for earlier failures in the background as ``on_save_error`` asks. All ranks call it at the same steps.
+        """
+        if not self._parts:
+            raise CheckpointError(
+                "nothing to save was given: FlashCheckpoint(directory, model=…), or use save_state(step, state)."
+            )
+        return self._save(step, disk, self._collect)
+
+    def save_state(self, step: int, state: Any, *, disk: bool | None = None) -> Receipt:
+        """Take a snapshot of any nested state of tensors and plain values, as one would give it to ``torch.save``."""
+
+        def collect() -> tuple[Collected, bytes]:
+            collector = Collector()
+            return collector.found, encoding.encode({"state": state}, "state", _Rooted(collector).keep)
+
+        return self._save(step, disk, collect)
+
+    def _save(self, step: int, disk: bool | None, collect: Callable[[], tuple[Collected, bytes]]) -> Receipt:
+        if self._closed or os.getpid() != self._owner_pid:
+            raise CheckpointError("this FlashCheckpoint is closed, or belongs to another process.")
+        if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+            raise CheckpointError(f"save({step!r}): the step must be a whole number from 0 up.")
+        self._hear_of_failures()
+        if disk is None:
+            disk = self._disk_every.has(step)
+        if not disk and self._memory_every.steps and step % self._memory_every.steps:
+            return Receipt.ended(step, Level.SKIPPED, f"not due: every {self._memory_every.steps} steps")
+        try:
+            slot = self._stager.choose(step)
+            receipt = slot if isinstance(slot, Receipt) else self._stager.stage(slot, step, *collect(), disk)
+        finally:
+            self._stager.tried(step)
+            self._link.nudge()
+        self._newest = receipt
+        return receipt
+
+    def _collect(self) -> tuple[Collected, bytes]:
+        """Return the tensors of the state now, and everything else as bytes."""
+        collector = Collector()
+        shaped: dict[str, Any] = {}
+        for part in self._parts:
+            collector.owner = part.owner
+            shaped[part.name] = encoding.shaped(part.state(), part.name, collector.keep)
+        return collector.found, encoding.pack(shaped)
+
+    def _hear_of_failures(self) -> None:
+        """If something went wrong in the background, ask the saver what, and raise or warn."""
+        if self._words[L_FAILURES] == self._heard_failures:
+            return
+        self._heard_failures = self._words[L_FAILURES]
+        try:
+            answer, _ = self._link.ask({"op": "failures"}, timeout=5.0)
+            texts = answer["failures"]
+        except LinkError as error:
+            texts = [f"something went wrong, and the saver can't be asked what: {error}"]
+        if not texts:
+            return
+        self._failed_in_a_row += len(texts)
+        what = f"{'; '.join(texts)} (rank {self._place.rank}). The snapshot is still in memory; training can go on."
+        if self._on_save_error == "raise" or self._failed_in_a_row >= self._max_failures:
+            raise SaveError(what)
+        _LOG.warning("%s", what)
+
+    # -- restoring --------------------------------------------------------------------------------------------------
+
+    def restore(
+        self,
+        step: int | None = None,
+        *,
+        allow_fresh_start: bool = False,
+        weights_only: bool = False,
+        strict: bool = True,
+    ) -> int:
+        """Bring everything back to the newest step that all ranks can reach, or to ``step``; return the step to go on from.
+
+        From memory if it is there, else from disk; digests are checked. With ``allow_fresh_start`` 0 is returned where there is
+        nothing; otherwise that raises :class:`NothingToRestore`. ``weights_only``: modules only. ``strict=False``: what is on one
+        side only is left as it is, and said. All ranks call it.
+        """
+
+        parts = [part for part in self._parts if isinstance(part, Module) or not weights_only]
+
+        def load(opened: Opened) -> None:
+            load_parts(parts, opened, strict and not weights_only)
+
+        found = self._agree(step, load)
+        if found is None:
+            self._nothing(step, allow_fresh_start)
+            return 0
+        return found + 1
+
+    def load_state(self, step: int | None = None) -> Any:
+        """Return the state that :meth:`save_state` was given last, or at ``step``. Raises :class:`NothingToRestore`."""
+        states: list[Any] = []
+
+        def load(opened: Opened) -> None:
+            states[:] = [opened.source.fresh(opened.values["state"])]
+
+        if self._agree(step, load) is None:
+            self._nothing(step, allowed=False)
+        return states[0]
+
+    def _agree(self, step: int | None, load: Callable[[Opened], None]) -> int | None:
+        return agree(self._link, self._place, self.directory, step=step, load=load, timeout=self._restore_timeout)
+
+    def _nothing(self, step: int | None, allowed: bool) -> None:
+        which = "no checkpoint" if step is None else f"no checkpoint of step {step}"
+        if not allowed or step is not None:
+            raise NothingToRestore(
+                f"there is {which} in memory or in {self.directory} (rank {self._place.rank}). Nothing was changed. For a run that "
+                "begins here: restore(allow_fresh_start=True)."
+            )
+        _LOG.info("no checkpoint in %s: a fresh start.", self.directory)
+
+    # -- waiting and leaving ----------------------------------------------------------------------------------------
+
+    def latest(self) -> int | None:
+        """Return the newest step that is complete in memory, or on disk; ``None`` where there is none."""
+        seals = [seal for seal in self._stager.ledger.seals() if seal.decision == slots.COMPLETE]
+        stored = storage.Directory(self.directory).stored()
+        keys = [seal.key for seal in seals] + [item.manifest.key for item in stored[:1]]
+        return max(keys)[1] if keys else None
+
+    def wait(
+        self, step: int | None = None, level: Level = Level.DURABLE, timeout: float | timedelta = 600.0
+    ) -> Receipt:
+        """Wait until a save (the newest, or that of ``step``) has come to ``level``; return its receipt, whatever it says then."""
+        receipt = self._find(step)
+        deadline = time.monotonic() + _seconds(timeout)
+        if level == Level.DURABLE:
+            self._want_on_disk(receipt)
+        while not receipt.level.reaches(level) and receipt.level not in (Level.SKIPPED, Level.FAILED):
+            self._hear_of_failures()
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.005)
+        return receipt
+
+    def _find(self, step: int | None) -> Receipt:
+        found = [receipt for receipt in self._stager.receipts.values() if receipt.step == step]
+        chosen = self._newest if step is None else (found[-1] if found else None)
+        if chosen is None:
+            raise CheckpointError(f"no save {'was made' if step is None else f'of step {step} is in memory'}.")
+        return chosen
+
+    def _want_on_disk(self, receipt: Receipt) -> None:
+        """Have the newest complete snapshot written now."""
+        if receipt.level not in (Level.DURABLE, Level.SKIPPED, Level.FAILED):
+            self._link.ask({"op": "secure", "step": receipt.step})
+
+    def close(self, timeout: float | timedelta = 600.0) -> None:
+        """Leave: what is complete is made durable first, with progress shown on a terminal."""
+        if self._closed:
+            return
+        self._closed = True
+        if os.getpid() != self._owner_pid:
+            return
+        try:
+            self._link.ask({"op": "bye"})
+            newest = self._newest
+            if newest is not None and newest.level not in (Level.SKIPPED, Level.FAILED):
+                self._await_end(newest, time.monotonic() + _seconds(timeout))
+        finally:
+            self._link.close()
+            self._stager.close()
+
+    def _await_end(self, newest: Receipt, deadline: float) -> None:
+        while not newest.level.reaches(Level.DURABLE) and newest.level != Level.FAILED:
+            self._hear_of_failures()
+            if time.monotonic() > deadline:
+                raise SaveError(
+                    f"step {newest.step} is not durable yet ({newest.level}); the saver goes on without us."
+                )
+            time.sleep(0.005)
+
+    def __enter__(self) -> FlashCheckpoint:
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        if error is None:
+            self.close()
+        else:  # on the way out with an error: the saver makes durable what is complete; nobody waits for it
+            with contextlib.suppress(CheckpointError, LinkError):
+                self._closed = True
+                self._link.close()
+
+
+class _Rooted:
+    """Names the tensors of a plain state without the word ``state`` in front of everything."""
+
+    def __init__(self, collector: Collector) -> None:
+        self._collector = collector
+
+    def keep(self, node: Any, path: str) -> Any | None:
+        return self._collector.keep(node, path.removeprefix("state."))
+
+
+def _seconds(value: float | timedelta) -> float:
+    return value.total_seconds() if isinstance(value, timedelta) else float(value)
+
+
+def _refuse_what_has_no_state(things: Mapping[str, Any]) -> None:
+    for name, thing in things.items():
+        if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
+            raise ConfigError(
+                f"{name}={thing!r} is no option of FlashCheckpoint and has no state_dict() and load_state_dict()."
+                f"{nearest(name, _OPTIONS)}"
+            )

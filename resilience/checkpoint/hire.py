@@ -1,0 +1,103 @@
+"""Start a saver, and find the one that is there.
+
+Under ``resilience run`` the launcher starts it, when the first rank asks, and tells where it listens. Otherwise the first rank of
+the node that needs one does, in a session of its own: it ends by itself when all ranks are gone and everything is durable.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from resilience.errors import LinkError
+from resilience.pulse import channel
+
+_BOOT = Path(__file__).with_name("saver") / "__main__.py"
+_ROOT = str(Path(__file__).parents[2])  # an editable install is not on the path
+_START_S = 30.0
+DEADLINE_S = 600.0  # from the end of the job until a saver gives up making things durable
+
+
+def start(path: str, launcher: socket.socket | None = None, deadline: float = DEADLINE_S) -> subprocess.Popen[bytes]:
+    """Start a saver that listens at ``path``; return when it does. Raises :class:`LinkError`."""
+    read, write = os.pipe()
+    settings = {
+        "path": [_ROOT, *(entry for entry in sys.path if entry and entry != _ROOT)],
+        "socket": path,
+        "launcher": launcher.fileno() if launcher is not None else -1,
+        "ready": write,
+        "deadline": deadline,
+    }
+    fds = (write, launcher.fileno()) if launcher is not None else (write,)
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-I", "-S", str(_BOOT), json.dumps(settings)],
+            pass_fds=fds,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+    finally:
+        os.close(write)
+    with os.fdopen(read, "rb") as ready:
+        if not _arrives(ready.fileno()) or not ready.read(1):
+            process.kill()
+            process.wait()
+            raise LinkError("the saver did not start; its own words are above. Nothing can be saved without it.")
+    return process
+
+
+def _arrives(fd: int) -> bool:
+    import select  # noqa: PLC0415
+
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    return bool(poll.poll(_START_S * 1000))
+
+
+def private_folder() -> Path:
+    """Return a folder that only this user can enter."""
+    base = Path(tempfile.gettempdir()) / f"resilience-{os.getuid()}"
+    base.mkdir(mode=0o700, exist_ok=True)
+    found = base.lstat()
+    if found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise LinkError(f"{base} can be entered by others; remove it, or set TMPDIR to a folder of your own.")
+    return base
+
+
+def find_or_start(run: str, directory: str) -> str:
+    """Return where the saver of this job and directory listens, without a launcher; start it if there is none."""
+    name = hashlib.blake2b(f"{run}\0{directory}".encode(), digest_size=10).hexdigest()
+    folder = private_folder()
+    path = str(folder / f"{name}.socket")
+    with open(folder / f"{name}.lock", "wb") as lock:
+        deadline = time.monotonic() + _START_S
+        while True:  # ranks come at the same time: one of them starts it
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise LinkError(f"another rank has been starting the saver for {_START_S:g} s") from None
+                time.sleep(0.02)
+        if not _answers(path):
+            Path(path).unlink(missing_ok=True)
+            start(path)
+        (folder / f"{name}.lock").unlink(missing_ok=True)
+    return path
+
+
+def _answers(path: str) -> bool:
+    try:
+        channel.connect(path, 5.0).close()
+    except OSError:
+        return False
+    return True

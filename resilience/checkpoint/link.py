@@ -1,0 +1,114 @@
+"""A rank's line to its saver, for what is rare: coming, restoring, leaving. Every call has a deadline; saving never uses it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from dataclasses import dataclass
+from typing import Any
+
+from resilience import config
+from resilience.checkpoint import hire
+from resilience.checkpoint.arena import Slot
+from resilience.checkpoint.ledger import Ledger
+from resilience.errors import CheckpointError, LinkError
+from resilience.pulse import attach, channel
+
+_ANSWER_S = 30.0
+
+
+@dataclass(frozen=True)
+class Place:
+    """Who this rank is."""
+
+    rank: int
+    world: int
+    local_rank: int
+    local_world: int
+    cycle: int
+    run: str
+
+    @classmethod
+    def here(cls) -> Place:
+        """Read it from the environment, as torchrun and ours set it; a single process without one is rank 0 of 1."""
+        env = config.rank_environment()
+        cycle = env.cycle if env.socket is not None else env.restarts
+        return cls(env.rank or 0, env.world, env.local_rank, env.local_world, cycle, env.run)
+
+
+class Link:
+    """The line. ``wake`` is the descriptor that makes the saver look."""
+
+    def __init__(self, directory: str, place: Place, options: dict[str, Any]) -> None:
+        self._directory = directory
+        self._place = place
+        self._options = options
+        self._sock: socket.socket | None = None
+        self.wake = -1
+        self.generation = 0
+
+    def come(self, slots: int) -> tuple[Ledger, list[Slot]] | None:
+        """Say hello; return this rank's memory if the saver has it from an earlier life. Raises for what the saver refuses."""
+        self.close()
+        self._sock = channel.connect(self._address(), _ANSWER_S)
+        place = self._place
+        answer, fds = self.ask(
+            {
+                "op": "hello",
+                "directory": self._directory,
+                "rank": place.rank,
+                "world": place.world,
+                "cycle": place.cycle,
+                "pid": os.getpid(),
+                "slots": slots,
+                "options": self._options,
+            }
+        )
+        self.generation, self.wake = answer["generation"], fds[0]
+        os.set_blocking(self.wake, False)
+        return (Ledger(fds[1]), [Slot(fd) for fd in fds[2:]]) if answer["known"] else None
+
+    def _address(self) -> str:
+        answer = attach.ask({"op": "saver"}, _ANSWER_S)
+        if answer is not None:
+            if "error" in answer:
+                raise LinkError(f"the launcher has no saver: {answer['error']}")
+            return str(answer["path"])
+        return hire.find_or_start(self._place.run, self._directory)
+
+    def deposit(self, ledger: Ledger, slots: list[Slot]) -> None:
+        """Have the saver (and through it the launcher) hold this rank's memory."""
+        self.ask({"op": "deposit"}, (ledger.fd, *(slot.fd for slot in slots)))
+
+    def ask(
+        self, message: dict[str, Any], fds: tuple[int, ...] = (), timeout: float = _ANSWER_S
+    ) -> tuple[dict[str, Any], list[int]]:
+        """Ask and wait for the answer. Raises :class:`LinkError` when none comes, ``CheckpointError`` when it is a refusal."""
+        if self._sock is None:
+            raise LinkError("the saver is gone")
+        self._sock.settimeout(timeout)
+        try:
+            channel.send(self._sock, message, fds)
+            received = channel.receive(self._sock)
+        except OSError as error:
+            raise LinkError(f"the saver did not answer within {timeout:g} s ({error})") from error
+        if received is None:
+            raise LinkError("the saver ended in the middle of a request")
+        if "error" in received[0]:
+            raise CheckpointError(str(received[0]["error"]))
+        return received
+
+    def nudge(self) -> None:
+        """Make the saver look now. Never waits: if it can't be told it looks by itself, a little later."""
+        with contextlib.suppress(OSError):
+            os.eventfd_write(self.wake, 1)
+
+    def close(self) -> None:
+        """Hang up."""
+        if self._sock is not None:
+            self._sock.close()
+            self._sock = None
+        if self.wake >= 0:
+            os.close(self.wake)
+            self.wake = -1

@@ -1,0 +1,97 @@
+"""Going on: agree with the other ranks on a snapshot, load it, and say whether it is good.
+
+1) (rank) asks the saver, which answers when all ranks have asked: this one, in memory or on disk
+2) (rank) loads it; its digests are checked beside the copying
+3) (rank) says that it is good, or what is wrong with it
+4) (saver) lets all go on, or offers the next one to all
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from resilience.checkpoint import reading, storage
+from resilience.checkpoint.link import Link, Place
+from resilience.checkpoint.reading import Opened
+from resilience.checkpoint.state import Part
+from resilience.errors import CheckpointError, NothingToRestore
+
+_LOG = logging.getLogger("resilience.checkpoint")
+_BAD = (CheckpointError, OSError, ValueError, RuntimeError, KeyError, TypeError)
+
+
+class MisfitError(CheckpointError):
+    """What was saved does not fit what is there. Another checkpoint would not either."""
+
+
+def agree(
+    link: Link, place: Place, directory: Path, *, step: int | None, load: Callable[[Opened], None], timeout: float
+) -> int | None:
+    """Load the newest snapshot that all ranks can reach (or that of ``step``); return its step, or ``None`` if there is none.
+
+    Raises ``NothingToRestore`` if there are some and all of them are bad, ``MisfitError`` if they do not fit.
+    """
+    answer, fds = link.ask({"op": "restore", "step": step, "timeout": timeout}, timeout=timeout + 10)
+    misfit = ""
+    while answer.get("found"):
+        began, chosen = time.monotonic(), answer
+        wrong = ""
+        try:
+            opened = _open(answer, fds, place.rank)
+            load(opened)
+            wrong = opened.check.wrong()
+        except MisfitError as error:
+            misfit = wrong = str(error)
+        except _BAD as error:
+            wrong = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+        answer, fds = link.ask({"op": "loaded", "wrong": wrong[:4000]}, timeout=timeout + 10)
+        if answer.get("go"):
+            took = time.monotonic() - began
+            _LOG.info(
+                "step %s restored from %s in %.2f s (rank %s).", chosen["step"], chosen["found"], took, place.rank
+            )
+            return int(chosen["step"])
+    if misfit:
+        raise MisfitError(f"{misfit} (rank {place.rank}). Training can't go on from it; strict=False loads what fits.")
+    if answer.get("problems"):
+        raise NothingToRestore(
+            f"every checkpoint in {directory} is bad: {'; '.join(answer['problems'])}. Nothing can be restored."
+        )
+    return None
+
+
+def _open(answer: dict[str, Any], fds: list[int], rank: int) -> Opened:
+    if answer["found"] == "memory":
+        return reading.open_memory(answer, fds, rank)
+    path = Path(answer["path"])
+    return reading.open_disk(path, storage.read_manifest(path), rank)
+
+
+def load_parts(parts: Sequence[Part], opened: Opened, strict: bool) -> None:
+    """Give every part its state back. With ``strict`` nothing is changed unless all of it fits."""
+    check_parts(parts, opened, strict)
+    for part in parts:
+        if part.name in opened.values:
+            part.load(opened.values[part.name], opened.source)
+
+
+def check_parts(parts: Sequence[Part], opened: Opened, strict: bool) -> None:
+    """Raise :class:`MisfitError`, or only say so, if what was saved is not what is there."""
+    if not isinstance(opened.values, dict):
+        raise MisfitError("what was saved is no state of this kind")
+    said = []
+    if strict:
+        names = {part.name for part in parts}
+        said += [f"{name} was not saved" for name in sorted(names - opened.values.keys())]
+        said += [f"{name} was saved and is not given here" for name in sorted(opened.values.keys() - names)]
+    for part in parts:
+        if part.name in opened.values:
+            said += part.check(opened.values[part.name], opened.source, strict)
+    if said and strict:
+        raise MisfitError("; ".join(said))
+    for text in said:
+        _LOG.warning("%s; left as it is.", text)

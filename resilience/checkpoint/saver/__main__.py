@@ -1,0 +1,32 @@
+"""``python -I -S saver/__main__.py SETTINGS``: start a saver. ``SETTINGS`` is JSON, made by :mod:`checkpoint.hire`."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+
+def main() -> None:
+    """Start, and loop."""
+    settings = json.loads(sys.argv[1])
+    sys.path[:] = settings["path"]  # what our starter imports from; nothing else of its environment matters
+
+    import logging  # noqa: PLC0415 - only now there is a path
+    import os  # noqa: PLC0415
+    import socket  # noqa: PLC0415
+
+    from resilience.checkpoint.saver.process import Saver, ignore_signals_of_the_job  # noqa: PLC0415
+
+    ignore_signals_of_the_job()
+    logging.basicConfig(level=logging.INFO, format="resilience saver: %(levelname)s %(message)s")
+    os.nice(5)
+    launcher = None if settings["launcher"] < 0 else socket.socket(fileno=settings["launcher"])
+    saver = Saver(settings["socket"], launcher, settings["deadline"])
+    if settings["ready"] >= 0:
+        os.write(settings["ready"], b"1")
+        os.close(settings["ready"])
+    saver.run()
+
+
+if __name__ == "__main__":
+    main()

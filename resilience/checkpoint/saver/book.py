@@ -1,0 +1,282 @@
+"""One directory's snapshots on this node: the ledgers of all ranks, what is decided about them, what is to be written to disk.
+
+Everything here is called by the saver's loop, in one thread; the writing itself is the clerk's (:mod:`clerk`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from resilience.checkpoint import decisions
+from resilience.checkpoint.arena import Slot
+from resilience.checkpoint.decisions import Key, RankView
+from resilience.checkpoint.ledger import (
+    L_ALIVE,
+    L_ATTEMPT,
+    L_FAILURES,
+    L_GENERATION,
+    Ledger,
+    Seal,
+    fence,
+)
+from resilience.checkpoint.saver import restores
+from resilience.checkpoint.slots import COMPLETE, PENDING, VOID
+from resilience.checkpoint.storage import Directory
+
+_LOG = logging.getLogger("resilience.saver")
+
+
+@dataclass
+class Member:
+    """One rank of this node: its memory, and whether it is there."""
+
+    rank: int
+    ledger: Ledger
+    slots: list[Slot]
+    cycle: int = -1
+    pid: int = 0
+    said_bye: bool = False
+
+    def seals(self) -> dict[Key, Seal]:
+        """Return its sealed snapshots."""
+        return {seal.key: seal for seal in self.ledger.seals()}
+
+    def fds(self) -> tuple[int, ...]:
+        """Return the descriptors of its memory, to be handed on."""
+        return (self.ledger.fd, *(slot.fd for slot in self.slots))
+
+    def close(self) -> None:
+        """Let go of its memory."""
+        self.ledger.close()
+        for slot in self.slots:
+            slot.close()
+
+
+def view(member: Member) -> RankView:
+    """Read what a rank's ledger says: what it tried first, then what it sealed, so that no seal is missed."""
+    generation, attempt = member.ledger.words[L_GENERATION], member.ledger.words[L_ATTEMPT]
+    fence()
+    return RankView(generation, attempt, [seal.key for seal in member.ledger.seals()])
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A snapshot that all ranks of the node have sealed."""
+
+    key: Key
+    seals: dict[int, Seal]
+    cycle: int
+    world: int
+
+
+@dataclass
+class Options:
+    """What the ranks ask for; the first one's words count."""
+
+    keep: int = 3
+    keep_every: int = 0
+    disk_seconds: float | None = None
+    run: str = ""
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+class Book:
+    """All ranks that save into one directory."""
+
+    def __init__(self, path: Path, options: Options, write: Callable[[Book, Snapshot], None]) -> None:
+        self.directory = Directory(path)
+        self.options = options
+        self.members: dict[int, Member] = {}
+        self.world = 1
+        self.cycle = -1
+        self.generation = 0
+        self.failures: list[str] = []
+        self.writing: set[Key] = set()
+        self.durable: Key | None = None
+        self.digests: dict[tuple[int, int], list[str]] = {}  # by rank and serial, of the data's chunks
+        self.tries = restores.read(path)
+        self._write = write
+        self._disk_due = time.monotonic() + options.disk_seconds if options.disk_seconds else 0.0
+        self._complained: set[str] = set()
+
+    # -- who is there -----------------------------------------------------------------------------------------------
+
+    def begin(self, cycle: int, world: int, rank: int, pid: int) -> None:
+        """Begin a cycle, if this rank's coming shows that it is a new one: what is sealed from now on never combines with what
+        was sealed before."""
+        member = self.members.get(rank)
+        came_again = member is not None and member.cycle == cycle and member.pid not in (0, pid)
+        if cycle == self.cycle and not came_again:
+            return
+        known = [member.ledger.words[L_GENERATION] for member in self.members.values()]
+        stored = [item.manifest.generation for item in self.directory.stored(self.complain)]
+        self.generation = max([0, self.generation, *known, *stored]) + 1
+        self.cycle, self.world = cycle, world
+        for other in self.members.values():  # of a cycle without numbers: they will come again too
+            other.cycle = min(other.cycle, cycle - 1)
+
+    def take_over(self) -> None:
+        """Go on where another saver was: the ledgers know the generation."""
+        for member in self.members.values():
+            self.generation = max(self.generation, member.ledger.words[L_GENERATION])
+
+    def deposit(self, member: Member) -> None:
+        """Take in a rank's memory."""
+        before = self.members.get(member.rank)
+        if before is not None:
+            before.close()
+        self.members[member.rank] = member
+
+    # -- decisions --------------------------------------------------------------------------------------------------
+
+    def turn(self) -> None:
+        """Decide whatever can be decided; have written what is due."""
+        now = time.monotonic_ns()
+        for member in self.members.values():
+            member.ledger.words[L_ALIVE] = now
+        views = {rank: view(member) for rank, member in self.members.items() if rank < self.world}
+        pending = {
+            seal.key for member in self.members.values() for seal in member.ledger.seals() if seal.decision == PENDING
+        }
+        for key in sorted(pending) if views else ():
+            decision = decisions.decide(key, views, self.world)
+            if decision == COMPLETE:
+                self._complete(key)
+            elif decision == VOID:
+                self._void(key)
+
+    def _void(self, key: Key) -> None:
+        for member in self.members.values():
+            seal = member.seals().get(key)
+            if seal is not None:
+                member.ledger.decide(seal, VOID)
+
+    def _complete(self, key: Key) -> None:
+        """All ranks have it. What is to be written is leased before anybody is told: then it can't be overwritten."""
+        snapshot = self.snapshot(key)
+        if snapshot is None:
+            return
+        if self._is_wanted(snapshot):
+            self.order(snapshot)
+        for rank, seal in snapshot.seals.items():
+            self.members[rank].ledger.decide(seal, COMPLETE)
+        if self.tries and key[0] == self.generation:
+            self.forget_tries()
+
+    def _is_wanted(self, snapshot: Snapshot) -> bool:
+        if any(seal.on_disk for seal in snapshot.seals.values()):
+            return True
+        if self._disk_due and time.monotonic() >= self._disk_due and not self.writing:
+            self._disk_due = time.monotonic() + (self.options.disk_seconds or 0.0)
+            return True
+        return False
+
+    def snapshot(self, key: Key) -> Snapshot | None:
+        """Return a snapshot if every rank of this node has it."""
+        seals = {rank: member.seals().get(key) for rank, member in self.members.items() if rank < self.world}
+        found = {rank: seal for rank, seal in seals.items() if seal is not None}
+        return Snapshot(key, found, self.cycle, self.world) if found and len(found) == len(seals) else None
+
+    def restorable(self) -> list[Key]:
+        """Return the snapshots in memory that all ranks have sealed, newest first."""
+        seals = {
+            rank: [seal.key for seal in member.ledger.seals() if seal.world == self.world]
+            for rank, member in self.members.items()
+            if rank < self.world
+        }
+        return decisions.restorable(seals, self.world)
+
+    def newest(self) -> Snapshot | None:
+        """Return the newest snapshot that all ranks have sealed."""
+        found = self.restorable()
+        return self.snapshot(found[0]) if found else None
+
+    def known_digests(self, snapshot: Snapshot) -> dict[int, list[str]]:
+        """Return the digests that are known already, by rank."""
+        known = {rank: self.digests.get((rank, seal.serial)) for rank, seal in snapshot.seals.items()}
+        return {rank: found for rank, found in known.items() if found is not None}
+
+    # -- to disk ----------------------------------------------------------------------------------------------------
+
+    def order(self, snapshot: Snapshot) -> None:
+        """Lease a snapshot and have it written."""
+        durable = all(seal.is_durable for seal in snapshot.seals.values())
+        if snapshot.key in self.writing or durable:
+            return
+        self.writing.add(snapshot.key)
+        for rank, seal in snapshot.seals.items():
+            self.members[rank].ledger.lease(seal)
+        self._write(self, snapshot)
+
+    def secure(self) -> None:
+        """Have the newest complete snapshot on disk: a rank failed, or everybody leaves."""
+        self.turn()
+        newest = self.newest()
+        if newest is not None:
+            self.order(newest)
+
+    def written(self, snapshot: Snapshot, error: str) -> None:
+        """Take note that a snapshot is on disk, or why it is not."""
+        self.writing.discard(snapshot.key)
+        for rank, seal in snapshot.seals.items():
+            member = self.members.get(rank)
+            if member is None or member.ledger.seal_of(seal.slot) is None:
+                continue
+            if not error:
+                member.ledger.mark_durable(seal)
+            member.ledger.release(seal)
+        if error:
+            self.fail(error)
+        else:
+            self.durable = max(self.durable or snapshot.key, snapshot.key)
+
+    def fail(self, why: str) -> None:
+        """Keep a failure for whoever asks, and let all ranks know that there is one."""
+        self.failures.append(why)
+        for member in self.members.values():
+            member.ledger.words[L_FAILURES] += 1
+
+    def go_back_to(self, key: Key | None) -> None:
+        """Begin from a snapshot in memory (``None``: from disk, or afresh): whatever is newer is void."""
+        for rank, member in self.members.items():
+            seal = member.seals().get(key) if key is not None and rank < self.world else None
+            member.ledger.go_back_to(seal)
+
+    # -- going on ---------------------------------------------------------------------------------------------------
+
+    def restored_from(self, key: Key) -> None:
+        """Note that the job goes on from a snapshot. If that fails twice, another one is taken."""
+        self.tries = {**self.tries, key: self.tries.get(key, 0) + 1}
+        self._keep_tries()
+
+    def forget_tries(self) -> None:
+        """The job got further, or ended in good order: what it went on from was good."""
+        if self.tries:
+            self.tries = {}
+            self._keep_tries()
+
+    def _keep_tries(self) -> None:
+        try:
+            restores.write(self.directory.path, self.tries)
+        except OSError as error:
+            self.complain(f"{self.directory.path}: what the job went on from could not be noted: {error.strerror}")
+
+    def complain(self, text: str) -> None:
+        """Say something once."""
+        if text not in self._complained:
+            self._complained.add(text)
+            _LOG.warning("%s", text)
+
+    def close(self) -> None:
+        """Let go of all memory."""
+        for member in self.members.values():
+            with contextlib.suppress(OSError):
+                member.close()
+        self.members = {}
+        self.directory.close()

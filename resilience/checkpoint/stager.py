@@ -1,0 +1,131 @@
+"""Putting a state into a slot: choose, copy, seal. This is the hot path: copies and stores, no message, no lock, no waiting."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+
+import torch
+
+from resilience.checkpoint import plan, slots
+from resilience.checkpoint.arena import Slot
+from resilience.checkpoint.ledger import (
+    L_ATTEMPT,
+    L_CYCLE,
+    L_GENERATION,
+    L_PID,
+    L_RANK,
+    L_WORLD,
+    Ledger,
+    fence,
+)
+from resilience.checkpoint.link import Place
+from resilience.checkpoint.plan import Collected, Plan
+from resilience.checkpoint.receipt import Level, Receipt
+from resilience.checkpoint.shards import aligned
+
+_LOG = logging.getLogger("resilience.checkpoint")
+
+
+class Stager:
+    """The slots of this rank, and what is in them."""
+
+    def __init__(self, place: Place, ledger: Ledger, held: list[Slot], generation: int) -> None:
+        self.ledger = ledger
+        self._place = place
+        self._slots = held
+        self._generation = generation
+        self._plan: Plan | None = None
+        self._targets: dict[int, tuple[int, list[torch.Tensor]]] = {}  # by slot: plan, and views into its memory
+        self._headers: dict[int, int] = {}  # by slot: the plan whose header stands in it
+        self.receipts: dict[int, Receipt] = {}  # by slot
+        words = ledger.words
+        words[L_GENERATION], words[L_CYCLE], words[L_PID] = generation, place.cycle, os.getpid()
+        words[L_RANK], words[L_WORLD], words[L_ATTEMPT] = place.rank, place.world, 0
+        fence()
+
+    def choose(self, step: int) -> int | Receipt:
+        """Return the slot to write, or the receipt of a save that can't be made now."""
+        view, newest = self.ledger.rule_view()
+        index = slots.choose(view, newest)
+        if index is not None:
+            return index
+        reason = slots.why_not(view, newest)
+        _LOG.warning("step %s is not saved (rank %s): %s.", step, self._place.rank, reason)
+        return Receipt.ended(step, Level.SKIPPED, reason)
+
+    def stage(self, index: int, step: int, state: Collected, values: bytes, disk: bool) -> Receipt:
+        """Copy a state into a slot and seal it."""
+        made = self._plan_for(state)
+        old = self.receipts.pop(index, None)
+        if old is not None:
+            old.settle()
+        header_at = aligned(made.data_bytes)
+        values_at = header_at + len(made.header)
+        self.ledger.begin(index)
+        slot = self._room(index, values_at + len(values), made)
+        copy(self._targets_in(index, slot, made), made.sources(state))
+        slot.map[values_at : values_at + len(values)] = values
+        where = (made.data_bytes, header_at, len(made.header), values_at, len(values))
+        fields = (self._generation, step, made.id, self._place.world, *where, time.monotonic_ns())
+        serial = self.ledger.seal(index, fields, disk)
+        receipt = self.receipts[index] = Receipt(step, lambda: self._standing(index, serial))
+        return receipt
+
+    def tried(self, step: int) -> None:
+        """Say that this rank is through with a step, whatever came of it: whoever waits for its seal need not."""
+        self.ledger.words[L_ATTEMPT] = step + 1
+
+    def close(self) -> None:
+        """Let go of the memory; the saver has it."""
+        for receipt in self.receipts.values():
+            receipt.settle()
+        self._targets.clear()
+        self.ledger.close()
+        for slot in self._slots:
+            slot.close()
+
+    def _plan_for(self, state: Collected) -> Plan:
+        if self._plan is None or not self._plan.fits(state):
+            self._plan = plan.make_plan(state, self._place.local_rank, self._place.local_world)
+        return self._plan
+
+    def _room(self, index: int, nbytes: int, made: Plan) -> Slot:
+        """Return the slot, large enough, with the plan's header in place."""
+        slot = self._slots[index]
+        if slot.nbytes < nbytes:
+            self._targets.pop(index, None)
+            self._headers.pop(index, None)
+            slot.grow(nbytes)
+            gigabytes = slot.nbytes / 1e9
+            _LOG.warning("the state has grown: slot %s has %.2f GB now (rank %s).", index, gigabytes, self._place.rank)
+        if self._headers.get(index) != made.id:
+            at = aligned(made.data_bytes)
+            slot.map[at : at + len(made.header)] = made.header
+            slot.map[made.data_bytes : at] = bytes(at - made.data_bytes)
+            self._headers[index] = made.id
+        return slot
+
+    def _targets_in(self, index: int, slot: Slot, made: Plan) -> list[torch.Tensor]:
+        known = self._targets.get(index)
+        if known is None or known[0] != made.id:
+            known = self._targets[index] = (made.id, made.targets(torch.frombuffer(slot.map, dtype=torch.uint8)))
+        return known[1]
+
+    def _standing(self, index: int, serial: int) -> tuple[Level, str]:
+        seal = self.ledger.seal_of(index)
+        if seal is None or seal.serial != serial:
+            return Level.FAILED, "its slot was taken"
+        if seal.is_durable:
+            return Level.DURABLE, ""
+        if seal.decision == slots.VOID:
+            return Level.FAILED, "another rank did not save this step"
+        return (Level.COMPLETE if seal.decision == slots.COMPLETE else Level.STAGED), ""
+
+
+def copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """Copy all tensors in one call; returns when the bytes are there."""
+    if targets:
+        with torch.no_grad():
+            torch._foreach_copy_(targets, sources)

@@ -1,0 +1,260 @@
+"""Checkpoints in a directory of a file system, local or shared.
+
+    DIRECTORY/step-00000100/rank-00000.safetensors   tensors       written first, fsynced
+                            rank-00000.values        all else      written first, fsynced
+                            manifest.json            written last, renamed into place: the commit
+    DIRECTORY/.lock                                  held while a job writes here
+
+A directory without a valid manifest is no checkpoint. What is being written stands in ``.partial-…`` and is swept by the next job.
+Writes are large, aligned and direct where the file system allows it, so that they leave the page cache to the data loaders.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import re
+import shutil
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from resilience.checkpoint import digest, manifest
+from resilience.checkpoint.manifest import File, Manifest, ManifestError
+from resilience.errors import CheckpointError
+
+_STEP = re.compile(r"step-(\d+)(\.\d+)?\Z")
+_PARTIAL = ".partial-"
+_ASIDE = ".aside"
+
+
+class DirectoryInUse(CheckpointError):  # noqa: N818 - reads as what it is
+    """Another job writes checkpoints into this directory."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A checkpoint that is in the directory."""
+
+    path: Path
+    manifest: Manifest
+
+
+class Directory:
+    """A directory of checkpoints."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock = -1
+
+    # -- one job at a time ------------------------------------------------------------------------------------------
+
+    def claim(self, run: str) -> None:
+        """Make it ours until :meth:`close`, or raise :class:`DirectoryInUse`. Sweeps what an earlier job left half done."""
+        if self._lock >= 0:
+            return
+        self.path.mkdir(parents=True, exist_ok=True)
+        fd = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            holder = os.pread(fd, 4096, 0).decode("utf-8", "replace")
+            os.close(fd)
+            if error.errno not in (errno.EAGAIN, errno.EACCES):
+                raise
+            raise DirectoryInUse(
+                f"{self.path}: another job writes its checkpoints here ({holder or 'unknown'}). Nothing was written. Give each "
+                "job a directory of its own, or end the other one."
+            ) from None
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, json.dumps({"run": run, "host": socket.gethostname(), "pid": os.getpid()}).encode(), 0)
+        self._lock = fd
+        for path in self.path.glob(f"{_PARTIAL}*"):
+            shutil.rmtree(path, ignore_errors=True)
+
+    def close(self) -> None:
+        """Let others write here."""
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    # -- reading ----------------------------------------------------------------------------------------------------
+
+    def stored(self, complain: Callable[[str], None] = lambda text: None) -> list[Stored]:
+        """Return the checkpoints that are whole as far as names and sizes go, newest first; ``complain`` of the others."""
+        found = []
+        for path in self.path.iterdir() if self.path.is_dir() else []:
+            if not _STEP.match(path.name) or (path / _ASIDE).exists():
+                continue
+            try:
+                found.append(Stored(path, read_manifest(path)))
+            except (ManifestError, OSError) as error:
+                complain(f"{path}: {error}. It is left out.")
+        return sorted(found, key=lambda item: item.manifest.key, reverse=True)
+
+    # -- writing ----------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def new(self, step: int) -> Iterator[Path]:
+        """Give a folder to write a checkpoint into; it appears under its name when the block ends without an error."""
+        folder = self.path / f"{_PARTIAL}{step:08d}"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        try:
+            yield folder
+            sync(folder)
+            target = self._free_name(step)
+            folder.rename(target)
+            sync(self.path)
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+
+    def _free_name(self, step: int) -> Path:
+        target, number = self.path / f"step-{step:08d}", 2
+        while target.exists():
+            target, number = self.path / f"step-{step:08d}.{number}", number + 1
+        return target
+
+    def set_aside(self, item: Stored, why: str) -> None:
+        """Have a checkpoint no longer count. It stays, for whoever wants to look."""
+        (item.path / _ASIDE).write_text(why)
+        sync(item.path)
+
+    def prune(self, keep: int, keep_every: int = 0) -> list[Stored]:
+        """Remove all but the newest ``keep`` checkpoints (and those of every ``keep_every``-th step); return what is gone.
+
+        The manifest goes first: what is half removed is no checkpoint any more.
+        """
+        gone = [
+            item for item in self.stored()[max(1, keep) :] if not (keep_every and item.manifest.step % keep_every == 0)
+        ]
+        for item in gone:
+            (item.path / manifest.NAME).unlink(missing_ok=True)
+            sync(item.path)
+            shutil.rmtree(item.path, ignore_errors=True)
+        return gone
+
+
+def read_manifest(path: Path) -> Manifest:
+    """Read a checkpoint's manifest and look whether every file is there, in full. Raises ``ManifestError`` or ``OSError``."""
+    try:
+        found = Manifest.from_bytes((path / manifest.NAME).read_bytes())
+    except FileNotFoundError:
+        raise ManifestError("there is no manifest: it was never finished") from None
+    for file in (*found.shards, *found.values):
+        try:
+            there = (path / file.name).stat().st_size
+        except FileNotFoundError:
+            raise ManifestError(f"{file.name} is missing") from None
+        if there != file.nbytes:
+            raise ManifestError(f"{file.name} has {there} bytes, not {file.nbytes}")
+    return found
+
+
+def write_manifest(folder: Path, contents: Manifest) -> None:
+    """Write the manifest under a temporary name and rename it: the commit of a folder that is complete."""
+    temporary = folder / f".{manifest.NAME}"
+    write_file(temporary, 0, b"", memoryview(contents.as_bytes()))
+    temporary.rename(folder / manifest.NAME)
+
+
+def write_file(
+    path: Path,
+    rank: int,
+    head: bytes,
+    data: memoryview,
+    *,
+    digests: Sequence[str] = (),
+    progress: Callable[[int], None] = lambda nbytes: None,
+) -> File:
+    """Write a file: a header of whole blocks (or none), then data. It is on the disk when this returns.
+
+    ``digests``: of the data's chunks, where they are known already.
+    """
+    size = digest.chunk_size(len(data))
+    found = [digest.digest(head)] if head else []
+    writer = _Writer(path)
+    try:
+        writer.write(memoryview(head), 0)
+        for number, (start, end) in enumerate(digest.chunks(len(data), size)):
+            chunk = data[start:end]
+            found.append(digests[number] if digests else digest.digest(chunk))
+            writer.write(chunk, len(head) + start)
+            progress(len(chunk))
+        writer.finish(len(head) + len(data))
+    finally:
+        writer.close()
+    return File(path.name, rank, len(head) + len(data), len(head), size, tuple(found))
+
+
+class _Writer:
+    """Writes direct where the file system takes it, else through the page cache. Every wait is the kernel's."""
+
+    def __init__(self, path: Path) -> None:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+        self._buffered = os.open(path, flags, 0o600)
+        try:
+            self._direct = os.open(path, os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC)
+        except OSError:
+            self._direct = -1
+
+    def write(self, data: memoryview, at: int) -> None:
+        """Write ``data`` at an offset."""
+        whole = len(data) - len(data) % 4096 if at % 4096 == 0 else 0
+        if self._direct >= 0 and whole:
+            try:
+                done = _write_all(self._direct, data[:whole], at)
+            except OSError as error:
+                if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+                    raise
+                os.close(self._direct)
+                self._direct, done = -1, 0
+            data, at = data[done:], at + done
+        if len(data):
+            _write_all(self._buffered, data, at)
+
+    def finish(self, total: int) -> None:
+        """Have everything on the disk, and the file as long as it should be."""
+        os.ftruncate(self._buffered, total)
+        os.fsync(self._buffered)
+
+    def close(self) -> None:
+        for fd in (self._buffered, self._direct):
+            if fd >= 0:
+                os.close(fd)
+
+
+def _write_all(fd: int, data: memoryview, at: int) -> int:
+    done = 0
+    while done < len(data):
+        wrote = os.pwrite(fd, data[done:], at + done)
+        if wrote == 0:
+            raise OSError(errno.ENOSPC, "the file system takes no more")
+        done += wrote
+    return done
+
+
+def sync(folder: Path) -> None:
+    """Have a directory's entries on the disk."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    except OSError as error:  # some network file systems have no such thing for directories
+        if error.errno not in (errno.EINVAL, errno.EBADF, errno.EOPNOTSUPP):
+            raise
+    finally:
+        os.close(fd)
+
+
+def free_bytes(folder: Path) -> int:
+    """Return how much may still be written below a folder."""
+    there = folder
+    while not there.exists():
+        there = there.parent
+    found = os.statvfs(there)
+    return found.f_bavail * found.f_frsize
