@@ -21,7 +21,7 @@ class RankView:
     generation: int
     attempt: int  # step + 1; 0: none yet
     seals: Sequence[Key]
-    world: int = 1
+    gone: bool = False  # its process has ended: it will seal nothing more
 
 
 def decide(key: Key, ranks: Mapping[int, RankView], world: int) -> int:
@@ -31,8 +31,9 @@ def decide(key: Key, ranks: Mapping[int, RankView], world: int) -> int:
         # The cycle is over. Whoever sealed it then is all there will ever be.
         whole = len(ranks) >= world and all(key in view.seals for view in ranks.values())
         return COMPLETE if whole else VOID
-    if any(view.attempt > step and key not in view.seals and view.generation == generation for view in ranks.values()):
-        return VOID  # tried, and skipped or failed
+    missing = [view for view in ranks.values() if key not in view.seals and view.generation == generation]
+    if any(view.attempt > step or view.gone for view in missing):
+        return VOID  # tried, and skipped or failed; or it died
     if len(ranks) >= world and all(key in view.seals for view in ranks.values()):
         return COMPLETE
     return PENDING

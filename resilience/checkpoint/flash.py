@@ -313,9 +313,10 @@ class FlashCheckpoint:
         deadline = time.monotonic() + _seconds(timeout)
         if level == Level.DURABLE:
             self._want_on_disk(receipt)
+        failures = self._words[L_FAILURES]
         while not receipt.level.reaches(level) and receipt.level not in (Level.SKIPPED, Level.FAILED):
             self._hear_of_failures()
-            if time.monotonic() > deadline:
+            if time.monotonic() > deadline or self._words[L_FAILURES] != failures:
                 break
             time.sleep(0.005)
         return receipt

@@ -13,15 +13,18 @@ def main() -> None:
 
     import logging  # noqa: PLC0415 - only now there is a path
     import os  # noqa: PLC0415
+    import signal  # noqa: PLC0415
     import socket  # noqa: PLC0415
 
     from resilience.checkpoint.saver.process import Saver, ignore_signals_of_the_job  # noqa: PLC0415
 
+    os.chdir("/")
     ignore_signals_of_the_job()
     logging.basicConfig(level=logging.INFO, format="resilience saver: %(levelname)s %(message)s")
     os.nice(5)
     launcher = None if settings["launcher"] < 0 else socket.socket(fileno=settings["launcher"])
     saver = Saver(settings["socket"], launcher, settings["deadline"])
+    signal.signal(signal.SIGTERM, lambda *_: saver.end_soon())
     if settings["ready"] >= 0:
         os.write(settings["ready"], b"1")
         os.close(settings["ready"])

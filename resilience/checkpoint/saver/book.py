@@ -21,6 +21,7 @@ from resilience.checkpoint.ledger import (
     L_ATTEMPT,
     L_FAILURES,
     L_GENERATION,
+    L_SERIAL,
     Ledger,
     Seal,
     fence,
@@ -30,6 +31,7 @@ from resilience.checkpoint.slots import COMPLETE, PENDING, VOID
 from resilience.checkpoint.storage import Directory
 
 _LOG = logging.getLogger("resilience.saver")
+_SIGNS = (L_GENERATION, L_SERIAL, L_ATTEMPT)  # one of them changes whenever a rank has done something
 
 
 @dataclass
@@ -42,6 +44,7 @@ class Member:
     cycle: int = -1
     pid: int = 0
     said_bye: bool = False
+    gone: bool = False
 
     def seals(self) -> dict[Key, Seal]:
         """Return its sealed snapshots."""
@@ -62,7 +65,7 @@ def view(member: Member) -> RankView:
     """Read what a rank's ledger says: what it tried first, then what it sealed, so that no seal is missed."""
     generation, attempt = member.ledger.words[L_GENERATION], member.ledger.words[L_ATTEMPT]
     fence()
-    return RankView(generation, attempt, [seal.key for seal in member.ledger.seals()])
+    return RankView(generation, attempt, [seal.key for seal in member.ledger.seals()], member.gone)
 
 
 @dataclass(frozen=True)
@@ -103,6 +106,7 @@ class Book:
         self.tries = restores.read(path)
         self._write = write
         self._disk_due = time.monotonic() + options.disk_seconds if options.disk_seconds else 0.0
+        self._signs: list[tuple[int, ...]] = []
         self._complained: set[str] = set()
 
     # -- who is there -----------------------------------------------------------------------------------------------
@@ -140,6 +144,10 @@ class Book:
         now = time.monotonic_ns()
         for member in self.members.values():
             member.ledger.words[L_ALIVE] = now
+        signs = [(member.gone, *(member.ledger.words[word] for word in _SIGNS)) for member in self.members.values()]
+        if signs == self._signs:
+            return  # nobody has done anything since the last look
+        self._signs = signs
         views = {rank: view(member) for rank, member in self.members.items() if rank < self.world}
         pending = {
             seal.key for member in self.members.values() for seal in member.ledger.seals() if seal.decision == PENDING
@@ -197,6 +205,20 @@ class Book:
         found = self.restorable()
         return self.snapshot(found[0]) if found else None
 
+    def keep_digests(self, snapshot: Snapshot, digests: dict[int, list[str]]) -> None:
+        """Keep the digests of a snapshot's data as long as it is in memory."""
+        held = {(rank, seal.serial) for rank, member in self.members.items() for seal in member.ledger.seals()}
+        self.digests = {key: known for key, known in self.digests.items() if key in held}
+        self.digests |= {(rank, snapshot.seals[rank].serial): known for rank, known in digests.items()}
+
+    def undigested(self, patience: float) -> Snapshot | None:
+        """Return the newest snapshot, if it has no digests and has been the newest for so long that they are worth it."""
+        newest = self.newest()
+        if newest is None or len(self.known_digests(newest)) == len(newest.seals):
+            return None
+        age = time.monotonic_ns() - max(seal.sealed_at for seal in newest.seals.values())
+        return newest if age > patience * 1e9 else None
+
     def known_digests(self, snapshot: Snapshot) -> dict[int, list[str]]:
         """Return the digests that are known already, by rank."""
         known = {rank: self.digests.get((rank, seal.serial)) for rank, seal in snapshot.seals.items()}
@@ -221,9 +243,10 @@ class Book:
         if newest is not None:
             self.order(newest)
 
-    def written(self, snapshot: Snapshot, error: str) -> None:
-        """Take note that a snapshot is on disk, or why it is not."""
+    def written(self, snapshot: Snapshot, error: str, digests: dict[int, list[str]]) -> None:
+        """Take note that a snapshot is on disk, with these digests, or why it is not."""
         self.writing.discard(snapshot.key)
+        self.keep_digests(snapshot, digests)
         for rank, seal in snapshot.seals.items():
             member = self.members.get(rank)
             if member is None or member.ledger.seal_of(seal.slot) is None:

@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from resilience.checkpoint import digest, storage
@@ -37,7 +36,9 @@ class Job:
     keep: int
     keep_every: int
     facts: Mapping[str, Any]
-    done: Callable[[str], None]  # called in the clerk's thread, with an error or ""
+    done: Callable[
+        [str, dict[int, list[str]]], None
+    ]  # called in the clerk's thread, with an error or "", and the digests
 
 
 class Clerk:
@@ -65,15 +66,15 @@ class Clerk:
                 job()
                 continue
             try:
-                persist(job)
+                written = persist(job)
             except Exception as error:  # noqa: BLE001 - a thread's boundary: the training must hear of it, whatever it is
                 reason = error.strerror or error if isinstance(error, OSError) else error
-                job.done(f"step {job.key[1]} could not be written to {job.directory.path}: {reason}")
+                job.done(f"step {job.key[1]} could not be written to {job.directory.path}: {reason}", {})
             else:
-                job.done("")
+                job.done("", {file.rank: list(file.digests[1:]) for file in written.shards})
 
 
-def persist(job: Job) -> Path:
+def persist(job: Job) -> Manifest:
     """Write a snapshot, commit it, and remove what need not be kept."""
     began = time.monotonic()
     step = job.key[1]
@@ -101,7 +102,7 @@ def persist(job: Job) -> Path:
     )
     for gone in job.directory.prune(job.keep, job.keep_every):
         _LOG.info("%s is removed: %s are kept.", gone.path.name, job.keep)
-    return folder
+    return contents
 
 
 def parts_of(slot: Slot, seal: Seal) -> tuple[memoryview, memoryview, memoryview]:

@@ -123,8 +123,9 @@ class Desk:
             self._tell(caller, {"ok": True})
         elif op == "bye":
             caller.book.members[caller.rank].said_bye = True
-            caller.book.forget_tries()
-            caller.book.secure()
+            if all(member.said_bye or member.gone for member in caller.book.members.values()):
+                caller.book.forget_tries()
+                caller.book.secure()
             self._tell(caller, {"ok": True})
         else:
             raise ValueError(f"unknown request {op!r}")
@@ -166,7 +167,7 @@ class Desk:
 
     def _joined(self, caller: Caller, member: Member) -> None:
         assert caller.book is not None
-        member.pid, member.cycle, member.said_bye = caller.pid, caller.cycle, False
+        member.pid, member.cycle, member.said_bye, member.gone = caller.pid, caller.cycle, False, False
 
     # -- restoring --------------------------------------------------------------------------------------------------
 

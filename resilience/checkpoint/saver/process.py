@@ -36,6 +36,7 @@ from resilience.pulse import channel
 _LOG = logging.getLogger("resilience.saver")
 _TURN_S = 0.05
 _QUIET_S = 0.5
+_SETTLED_S = 1.0
 _LINGER_S = 10.0  # without a launcher: a rank that died may be started again by somebody else
 
 
@@ -55,6 +56,7 @@ class Saver:
         self._leaving_since = 0.0
         self._idle_since = time.monotonic()
         self._failed_ranks = False
+        self._digesting = False
         self.selector.register(self.wake, selectors.EVENT_READ, lambda _: self._hear_wake())
         if launcher is not None:
             launcher.setblocking(True)
@@ -73,6 +75,7 @@ class Saver:
             for book in self.books.values():
                 book.turn()
             self._desk.look_after()
+            self._digest_while_idle()
         self.close()
 
     def _is_over(self) -> bool:
@@ -113,6 +116,41 @@ class Saver:
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self.wake)
 
+    def _later(self, act: Callable[[], None]) -> None:
+        """Have something done by the loop. Called by other threads."""
+        self._done.append(act)
+        with contextlib.suppress(OSError):
+            os.eventfd_write(self.wake, 1)
+
+    def _digest_while_idle(self) -> None:
+        """Compute the digests of what would be restored, while nothing else is to be done."""
+        if self._digesting or any(book.writing for book in self.books.values()):
+            return
+        for book in self.books.values():
+            snapshot = book.undigested(_SETTLED_S)
+            if snapshot is not None:
+                self._digesting = True
+                slots = {rank: book.members[rank].slots[seal.slot] for rank, seal in snapshot.seals.items()}
+                self._clerk.do(lambda book=book, snapshot=snapshot, slots=slots: self._digest(book, snapshot, slots))  # type: ignore[misc]
+                return
+
+    def _digest(self, book: Book, snapshot: Snapshot, slots: dict[int, Slot]) -> None:
+        found = {rank: clerk.digests_of(slots[rank], seal) for rank, seal in snapshot.seals.items()}
+
+        def keep() -> None:
+            self._digesting = False
+            again = book.snapshot(snapshot.key)
+            if again is not None and {r: s.serial for r, s in again.seals.items()} == {
+                r: s.serial for r, s in snapshot.seals.items()
+            }:
+                book.keep_digests(snapshot, found)
+
+        self._later(keep)
+
+    def end_soon(self) -> None:
+        """Make durable what is complete and end; for a signal handler."""
+        self._later(self.leave)
+
     # -- ranks ------------------------------------------------------------------------------------------------------
 
     def watch(self, pid: int, book: Book, rank: int) -> None:
@@ -122,7 +160,7 @@ class Saver:
         try:
             pidfd = os.pidfd_open(pid)
         except OSError:
-            self._rank_gone(book, rank)
+            self._rank_gone(book, rank, pid)
             return
         self._watched[pid] = (pidfd, book, rank)
         self.selector.register(pidfd, selectors.EVENT_READ, lambda _: self._pid_ended(pid))
@@ -135,12 +173,13 @@ class Saver:
         pidfd, book, rank = self._watched.pop(pid)
         self.selector.unregister(pidfd)
         os.close(pidfd)
-        self._rank_gone(book, rank)
+        self._rank_gone(book, rank, pid)
 
-    def _rank_gone(self, book: Book, rank: int) -> None:
+    def _rank_gone(self, book: Book, rank: int, pid: int) -> None:
         member = book.members.get(rank)
-        if member is not None and not member.said_bye:
-            self._failed_ranks = True
+        if member is not None and member.pid == pid:
+            member.gone = True
+            self._failed_ranks = self._failed_ranks or not member.said_bye
         self._desk.forget(book, rank)
         book.secure()
 
@@ -207,12 +246,10 @@ class Saver:
     def _write(self, book: Book, snapshot: Snapshot) -> None:
         slots = {rank: book.members[rank].slots[seal.slot] for rank, seal in snapshot.seals.items()}
 
-        def done(error: str) -> None:
-            self._done.append(lambda: book.written(snapshot, error))
-            with contextlib.suppress(BlockingIOError, OSError):
-                os.eventfd_write(self.wake, 1)
+        def done(error: str, digests: dict[int, list[str]]) -> None:
             if error:
                 _LOG.error("%s", error)
+            self._later(lambda: book.written(snapshot, error, digests))
 
         self._clerk.write(
             clerk.Job(

@@ -1,0 +1,126 @@
+"""Kill rank, saver and launcher, alone and in pairs, at any instant: what is restored is what was saved, on all ranks the same,
+and no older than the last step that was acknowledged at a level that survives what was lost."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.jobs import WORKLOADS, Job, children, command_line, job, wait_for
+
+pytestmark = pytest.mark.spawns
+ROUNDS = int(os.environ.get("SOAK_ROUNDS", "3"))
+OPTIONS = ["--nproc-per-node=2", "--max-restarts=40", "--ft-rank-term-timeout=1", "--ft-testimony-timeout=1"]
+VICTIMS = [
+    ("rank",),
+    ("saver",),
+    ("launcher",),
+    ("rank", "saver"),
+    ("rank", "launcher"),
+    ("saver", "launcher"),
+    ("rank", "rank"),
+]
+
+
+@dataclass(frozen=True)
+class Note:
+    """What a rank wrote down."""
+
+    at: float
+    rank: int
+    pid: int
+    what: str
+    step: int
+
+
+def notes_of(it: Job) -> list[Note]:
+    found = []
+    for rank in range(2):
+        for _, text, at, pid in it.notes(rank):
+            what, _, step = text.partition("-")
+            found.append(Note(float(at), rank, int(pid), what, int(step or -1)))
+    return sorted(found, key=lambda note: note.at)
+
+
+def savers(it: Job) -> list[int]:
+    return [pid for pid in it.family() if "checkpoint/saver" in command_line(pid)]
+
+
+def strike(it: Job, rng: random.Random) -> tuple[str, ...]:
+    """Kill somebody, or two at once: stopped first, so that neither sees the other's death."""
+    chosen = rng.choice(VICTIMS)
+    ranks = [pid for pid in children(it.pid) if "snapshots.py" in command_line(pid)]
+    rng.shuffle(ranks)
+    pids = {"rank": ranks, "saver": savers(it), "launcher": [it.pid]}
+    targets = [pids[who].pop() for who in chosen if pids[who]]
+    for number in (signal.SIGSTOP, signal.SIGKILL):
+        for pid in targets:
+            if it.process.poll() is None or pid != it.pid:
+                try:
+                    os.kill(pid, number)
+                except ProcessLookupError:
+                    continue
+    return chosen
+
+
+def check(notes: list[Note], memory_lost_at: list[float]) -> None:
+    """Nobody may have restored anything else than promise 5 allows."""
+    assert not [note for note in notes if note.what == "BAD"], "what was restored is not what was saved"
+    complete = durable = -1
+    seen: dict[int, list[int]] = {}
+    losses = sorted(memory_lost_at)
+    for note in notes:
+        while losses and losses[0] < note.at:
+            losses.pop(0)
+            complete = durable
+        if note.what == "complete":
+            complete = max(complete, note.step)
+        elif note.what == "durable":
+            durable, complete = max(durable, note.step), max(complete, note.step)
+        elif note.what in ("restored", "fresh"):
+            assert note.step >= complete, f"rank {note.rank} went on from {note.step}, and {complete} was complete"
+            seen.setdefault(note.rank, []).append(note.step)
+    for first, second in zip(seen.get(0, []), seen.get(1, []), strict=False):
+        assert first == second, f"the ranks went on from different steps: {seen}"
+
+
+@pytest.mark.parametrize("seed", range(ROUNDS))
+@pytest.mark.timeout(600)
+def test_what_is_restored_is_what_was_saved_whoever_is_killed_at_whatever_instant(tmp_path: Path, seed: int) -> None:
+    rng = random.Random(4000 + seed)
+    directory = tmp_path / "checkpoints"
+    struck: list[tuple[str, ...]] = []
+    lost: list[float] = []
+    script = [str(WORKLOADS / "snapshots.py"), str(directory), "250", str(rng.choice([4, 2000, 30000]))]
+    environment = {"DT": str(rng.choice([0.0, 0.005, 0.02])), "DISK_EVERY": str(rng.choice([1, 3, 10]))}
+    ended = False
+    while not ended:
+        with job(tmp_path, OPTIONS, script, environment) as it:
+            for _ in range(rng.randint(1, 3) if len(struck) < 6 else 0):
+                time.sleep(
+                    rng.uniform(0, 5)
+                )  # anywhere: imports, slots, staging, deciding, persisting, restoring, the end
+                if it.process.poll() is not None:
+                    break
+                struck.append(strike(it, rng))
+                if "launcher" in struck[-1]:
+                    if "saver" in struck[-1]:
+                        lost.append(time.monotonic())
+                    break
+            code = it.wait(300)
+            ended = code == 0
+            assert ended or "launcher" in struck[-1], f"{code} after {struck}\n{it.log()[-6000:]}"
+            wait_for(lambda it=it: not it.family(), f"everybody to be gone after {struck}", 60)  # type: ignore[misc]
+            try:
+                check(notes_of(it), lost)
+            except AssertionError as wrong:
+                raise AssertionError(f"{wrong}, after {struck}\n{it.log()[-6000:]}") from None
+    last = [note for note in notes_of(it) if note.what == "end"]
+    assert {note.rank for note in last} == {0, 1}
+    assert [path.name for path in directory.iterdir() if path.name.startswith(".partial")] == []

@@ -1,0 +1,104 @@
+"""Ranks whose state at every step is known in advance, so that whatever is restored can be checked to the bit.
+
+    snapshots.py DIRECTORY STEPS [KIBIBYTES]
+
+``model`` is the same on all ranks (staged once, divided), ``own`` is each rank's. Notes in $PROGRESS/rank_<r>:
+``restored-<step>`` or ``fresh``, ``BAD-…`` if it is not what it was, ``complete-<step>`` and ``durable-<step>`` as acknowledged.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import resilience
+from resilience.checkpoint.receipt import Level, Receipt
+
+RANK = int(os.environ.get("RANK", "0"))
+CYCLE = int(os.environ.get("RESILIENCE_CYCLE", os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")))
+NOTES = Path(os.environ["PROGRESS"]) / f"rank_{RANK}"
+DT = float(os.environ.get("DT", "0.01"))
+
+
+def note(text: str) -> None:
+    with NOTES.open("a") as file:
+        file.write(f"{CYCLE} {text} {time.monotonic():.6f} {os.getpid()}\n")
+
+
+class State:
+    """Tensors that say at which step they were written, and by whom."""
+
+    def __init__(self, who: int, numbers: int) -> None:
+        self.who = who
+        self.values = {
+            "large": torch.zeros(numbers),
+            "rows": torch.zeros(7, 11, dtype=torch.float64),
+            "step": torch.zeros((), dtype=torch.int64),
+            "grown": torch.zeros(1),
+        }
+        self.plain: dict[str, Any] = {}
+
+    def advance(self, step: int) -> None:
+        self.values["large"].fill_(step + self.who / 8)
+        self.values["rows"].copy_(torch.arange(77, dtype=torch.float64).view(7, 11) * (step + 1) + self.who)
+        self.values["step"].fill_(step)
+        self.values["grown"] = torch.full((1 + step % 5,), float(step))  # another structure in every step
+        self.plain = {"step": step, "who": self.who, "names": [f"item-{step}"] * (step % 3)}
+
+    def is_of(self, step: int) -> bool:
+        twin = State(self.who, self.values["large"].numel())
+        twin.advance(step)
+        same = all(torch.equal(self.values[name], twin.values[name]) for name in twin.values)
+        return same and self.plain == twin.plain
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"values": self.values, "plain": self.plain}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.values, self.plain = state["values"], state["plain"]
+
+
+def acknowledge(receipts: dict[int, Receipt]) -> None:
+    """Note what is known by now of earlier saves."""
+    for step, receipt in list(receipts.items()):
+        level = receipt.level
+        if level in (Level.COMPLETE, Level.DURABLE):
+            note(f"{level.value.lower()}-{step}")
+        if level in (Level.DURABLE, Level.SKIPPED, Level.FAILED) or step < max(receipts) - 20:
+            del receipts[step]
+
+
+@resilience.record
+def main() -> None:
+    directory, steps = sys.argv[1], int(sys.argv[2])
+    numbers = int(sys.argv[3]) * 256 if len(sys.argv) > 3 else 1000
+    model, own = State(0, numbers), State(RANK + 1, numbers // 4)
+    with resilience.FlashCheckpoint(
+        directory, disk_every=int(os.environ.get("DISK_EVERY", "3")), replicated=["model"], model=model, own=own
+    ) as checkpoint:
+        note("restoring")
+        start = checkpoint.restore(allow_fresh_start=True)
+        note(f"restored-{start - 1}" if start else "fresh")
+        if start and not (model.is_of(start - 1) and own.is_of(start - 1)):
+            note(f"BAD-{start - 1}")
+            os._exit(3)
+        receipts: dict[int, Receipt] = {}
+        for step in range(start, steps):
+            with resilience.section("step"):
+                model.advance(step)
+                own.advance(step)
+                time.sleep(DT)
+            receipts[step] = checkpoint.save(step)
+            acknowledge(receipts)
+            note(f"step-{step}")
+            resilience.heartbeat(step)
+    note("end")
+
+
+if __name__ == "__main__":
+    main()
