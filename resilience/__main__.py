@@ -13,13 +13,15 @@ _USAGE = """\
 usage: resilience run [torchrun's options] [--ft-…] script.py [arguments]
        resilience config [--ft-…]
        resilience report RUN_DIR
+       resilience checkpoint list|show|verify|export|prune DIRECTORY
        resilience store [--port PORT]
        resilience --version
 
-  run      start a training script and keep it running: torchrun, with a monitor per rank
-  config   print every setting, its value and where it came from
-  report   print what happened in a run: one block for each cycle that failed
-  store    serve the rendezvous store on a host that does not train
+  run         start a training script and keep it running: torchrun, with a monitor per rank
+  config      print every setting, its value and where it came from
+  report      print what happened in a run: one block for each cycle that failed
+  checkpoint  look after checkpoints on disk
+  store       serve the rendezvous store on a host that does not train
 """
 
 
@@ -33,7 +35,13 @@ def main(argv: list[str] | None = None) -> int:
     if command in ("-V", "--version"):
         sys.stdout.write(f"resilience {__version__}\n")
         return 0
-    commands = {"run": run, "config": print_config, "report": print_report, "store": serve_store}
+    commands = {
+        "run": run,
+        "config": print_config,
+        "report": print_report,
+        "checkpoint": keep_checkpoints,
+        "store": serve_store,
+    }
     act = commands.get(command)
     if act is None:
         sys.stderr.write(f"resilience: unknown command {command!r}.{nearest(command, commands)}\n{_USAGE}")
@@ -66,6 +74,13 @@ def print_config(argv: list[str]) -> int:
     for note in settings.notes:
         sys.stdout.write(f"note: {note}\n")
     return 0
+
+
+def keep_checkpoints(argv: list[str]) -> int:
+    """Look after checkpoints on disk."""
+    from resilience.checkpoint.cli import main as keep  # noqa: PLC0415
+
+    return keep(argv)
 
 
 def serve_store(argv: list[str]) -> int:

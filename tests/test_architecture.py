@@ -52,7 +52,7 @@ MAY_IMPORT = {
     "launcher": {"checkpoint", "failover", "monitor", "observe", "pulse", "values", *BASE},
     "_worker": {"pulse", "recording", *BASE},
     "__init__": {"checkpoint", "pulse", "recording", "errors"},
-    "__main__": {"launcher", "observe", "errors", "__init__"},
+    "__main__": {"checkpoint", "launcher", "observe", "errors", "__init__"},
     "run": {"launcher"},
 }
 

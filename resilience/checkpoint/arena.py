@@ -11,6 +11,7 @@ first attaching process exits (cpython #82300).
 from __future__ import annotations
 
 import contextlib
+import errno
 import mmap
 import os
 
@@ -28,7 +29,7 @@ class Slot:
         self.fd = fd
         self._writable = writable
         self.nbytes = os.fstat(fd).st_size
-        self.map = self._mapped()
+        self.map = self._mapped(self.nbytes)
 
     @classmethod
     def create(cls, nbytes: int) -> Slot:
@@ -43,16 +44,19 @@ class Slot:
             raise
 
     def grow(self, nbytes: int) -> None:
-        """Make room for ``nbytes``, and a quarter more. Everything that was taken from ``map`` before is stale."""
-        self.nbytes = aligned(nbytes + nbytes // 4)
-        os.ftruncate(self.fd, self.nbytes)
-        self.map = self._mapped()
+        """Make room for ``nbytes``, and a quarter more. Everything that was taken from ``map`` before is stale.
+
+        Raises ``OSError`` when there is no memory for it; then nothing has changed.
+        """
+        wanted = max(aligned(nbytes + nbytes // 4), self.nbytes)
+        os.ftruncate(self.fd, wanted)
+        self.map, self.nbytes = self._mapped(wanted), wanted
 
     def refresh(self) -> None:
         """Map it anew if somebody has let it grow."""
-        if os.fstat(self.fd).st_size != self.nbytes:
-            self.nbytes = os.fstat(self.fd).st_size
-            self.map = self._mapped()
+        nbytes = os.fstat(self.fd).st_size
+        if nbytes != self.nbytes:
+            self.map, self.nbytes = self._mapped(nbytes), nbytes
 
     def close(self) -> None:
         """Let go of it. The mapping goes when nothing looks into it any more."""
@@ -60,19 +64,24 @@ class Slot:
             self.map.close()
         os.close(self.fd)
 
-    def _mapped(self) -> mmap.mmap:
+    def _mapped(self, nbytes: int) -> mmap.mmap:
+        found = self._advised(nbytes, 0)
         if not self._writable:
-            return mmap.mmap(self.fd, self.nbytes, mmap.MAP_SHARED, mmap.PROT_READ)
-        found = mmap.mmap(self.fd, self.nbytes, mmap.MAP_SHARED)
-        with contextlib.suppress(OSError):
-            found.madvise(mmap.MADV_DONTFORK)  # loader workers must not keep it
-        if self.nbytes >= _HUGE:
-            with contextlib.suppress(OSError):
-                found.madvise(mmap.MADV_HUGEPAGE)
+            return found
         try:
             found.madvise(_MADV_POPULATE_WRITE)
         except OSError as error:
-            if error.errno not in (22, 95):  # EINVAL: an older kernel
+            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
                 raise
-            return mmap.mmap(self.fd, self.nbytes, mmap.MAP_SHARED | mmap.MAP_POPULATE)
+            return self._advised(nbytes, mmap.MAP_POPULATE)  # an older kernel
+        return found
+
+    def _advised(self, nbytes: int, flags: int) -> mmap.mmap:
+        access = mmap.PROT_READ | (mmap.PROT_WRITE if self._writable else 0)
+        found = mmap.mmap(self.fd, nbytes, mmap.MAP_SHARED | flags, access)
+        with contextlib.suppress(OSError):
+            found.madvise(mmap.MADV_DONTFORK)  # loader workers must not keep it
+        if nbytes >= _HUGE:
+            with contextlib.suppress(OSError):
+                found.madvise(mmap.MADV_HUGEPAGE)
         return found

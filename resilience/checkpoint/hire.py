@@ -23,17 +23,22 @@ from resilience.pulse import channel
 _BOOT = Path(__file__).with_name("saver") / "__main__.py"
 _ROOT = str(Path(__file__).parents[2])  # an editable install is not on the path
 _START_S = 30.0
+_LONG = 50
 DEADLINE_S = 600.0  # from the end of the job until a saver gives up making things durable
 
 
 def start(path: str, launcher: socket.socket | None = None, deadline: float = DEADLINE_S) -> subprocess.Popen[bytes]:
-    """Start a saver that listens at ``path``; return when it does. Raises :class:`LinkError`."""
+    """Start a saver that listens at ``path``; return when it does. Raises :class:`LinkError`.
+
+    With a ``launcher`` it is our child. Without one it is nobody's: it outlives us, and what is returned has ended already.
+    """
     read, write = os.pipe()
     settings = {
         "path": [_ROOT, *(entry for entry in sys.path if entry and entry != _ROOT)],
         "socket": path,
         "launcher": launcher.fileno() if launcher is not None else -1,
         "ready": write,
+        "detach": launcher is None,
         "deadline": deadline,
     }
     fds = (write, launcher.fileno()) if launcher is not None else (write,)
@@ -52,6 +57,8 @@ def start(path: str, launcher: socket.socket | None = None, deadline: float = DE
             process.kill()
             process.wait()
             raise LinkError("the saver did not start; its own words are above. Nothing can be saved without it.")
+    if launcher is None:
+        process.wait()
     return process
 
 
@@ -64,8 +71,9 @@ def _arrives(fd: int) -> bool:
 
 
 def private_folder() -> Path:
-    """Return a folder that only this user can enter."""
-    base = Path(tempfile.gettempdir()) / f"resilience-{os.getuid()}"
+    """Return a folder that only this user can enter; paths of sockets may not be long."""
+    parent = tempfile.gettempdir() if len(tempfile.gettempdir()) < _LONG else "/tmp"
+    base = Path(parent) / f"resilience-{os.getuid()}"
     base.mkdir(mode=0o700, exist_ok=True)
     found = base.lstat()
     if found.st_uid != os.getuid() or found.st_mode & 0o077:

@@ -42,17 +42,18 @@ _ROW = 16
 S_SEALED_AT, S_CHECK, S_LEASE, S_DECISION, S_DURABLE, S_DISK = range(10, 16)
 _SIGNED = S_CHECK  # the words that the checksum covers
 
-_lock = threading.Lock()
-
 
 def fence() -> None:
     """Order the stores (and loads) before it with those after it, for other processes too.
 
     Two turns of a lock: nothing before can sink below the first release, nothing after can rise above the second acquire.
+    The lock is a new one: a shared one could be held by the code that a signal handler interrupts, or by a thread when the
+    process forks, and whoever came next would wait for ever.
     """
-    with _lock:
+    lock = threading.Lock()
+    with lock:
         pass
-    with _lock:
+    with lock:
         pass
 
 
@@ -181,9 +182,10 @@ class Ledger:
         fence()
 
     def release(self, seal: Seal) -> None:
-        """Let a slot go."""
+        """Let a slot go, if it is this seal that it is leased for."""
         fence()
-        self.words[_ROWS + seal.slot * _ROW + S_LEASE] = 0
+        if self.words[_ROWS + seal.slot * _ROW + S_LEASE] == seal.serial:
+            self.words[_ROWS + seal.slot * _ROW + S_LEASE] = 0
 
     def decide(self, seal: Seal, decision: int) -> None:
         """Write what was decided about a seal; a COMPLETE one becomes W if it is newer."""
@@ -198,9 +200,15 @@ class Ledger:
         self.words[L_DURABLE] = max(self.words[L_DURABLE], seal.serial)
 
     def go_back_to(self, seal: Seal | None) -> None:
-        """Void every seal that is newer than ``seal`` (all, for ``None``), which is W from now on. Nobody may be saving."""
-        serial = seal.serial if seal is not None else 0
-        self.words[L_COMPLETE] = serial
+        """Void every seal that is newer than ``seal`` (all, for ``None``), which is W from now on. Nobody may be saving.
+
+        ``seal`` is COMPLETE then, even if it was voided when the job went back behind it once: otherwise it could be
+        overwritten before there is another one.
+        """
+        if seal is not None:
+            self.words[_ROWS + seal.slot * _ROW + S_DECISION] = seal.serial * 4 + slots.COMPLETE
+            fence()
+        self.words[L_COMPLETE] = seal.serial if seal is not None else 0
         for other in self.seals():
             if seal is None or other.key > seal.key:
                 self.words[_ROWS + other.slot * _ROW + S_DECISION] = other.serial * 4 + slots.VOID

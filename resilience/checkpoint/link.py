@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import threading
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,13 +46,21 @@ class Link:
         self._place = place
         self._options = options
         self._sock: socket.socket | None = None
+        self._turn = threading.RLock()  # a thread may look for a new saver while the script asks the old one
         self.wake = -1
         self.generation = 0
 
     def come(self, slots: int) -> tuple[Ledger, list[Slot]] | None:
         """Say hello; return this rank's memory if the saver has it from an earlier life. Raises for what the saver refuses."""
+        with self._turn:
+            return self._come(slots)
+
+    def _come(self, slots: int) -> tuple[Ledger, list[Slot]] | None:
         self.close()
-        self._sock = channel.connect(self._address(), _ANSWER_S)
+        try:
+            self._sock = channel.connect(self._address(), _ANSWER_S)
+        except OSError as error:
+            raise LinkError(f"the saver can't be reached: {error}") from error
         place = self._place
         answer, fds = self.ask(
             {
@@ -62,6 +71,7 @@ class Link:
                 "cycle": place.cycle,
                 "pid": os.getpid(),
                 "slots": slots,
+                "generation": self.generation,
                 "options": self._options,
             }
         )
@@ -85,6 +95,10 @@ class Link:
         self, message: dict[str, Any], fds: tuple[int, ...] = (), timeout: float = _ANSWER_S
     ) -> tuple[dict[str, Any], list[int]]:
         """Ask and wait for the answer. Raises :class:`LinkError` when none comes, ``CheckpointError`` when it is a refusal."""
+        with self._turn:
+            return self._ask(message, fds, timeout)
+
+    def _ask(self, message: dict[str, Any], fds: tuple[int, ...], timeout: float) -> tuple[dict[str, Any], list[int]]:
         if self._sock is None:
             raise LinkError("the saver is gone")
         self._sock.settimeout(timeout)

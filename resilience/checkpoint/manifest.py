@@ -19,6 +19,7 @@ FORMAT = "resilience-checkpoint"
 VERSION = 1
 NAME = "manifest.json"
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}\Z")
+_DIGEST = re.compile(r"[0-9a-f]{32}\Z")
 
 
 class ManifestError(CheckpointError):
@@ -77,11 +78,13 @@ class Manifest:
             kind, version = found.pop("format"), found.pop("version")
             if kind != FORMAT:
                 raise ManifestError("it is of another format")
+            if type(version) is not int or version < 1:
+                raise ManifestError("it has no format version")
             if version > VERSION:
                 raise ManifestError(f"it has format version {version}; this program reads up to {VERSION}")
             shards, values = (tuple(_file(item) for item in found.pop(part)) for part in ("shards", "values"))
             manifest = cls(shards=shards, values=values, **found)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ManifestError(f"it can't be read: {type(error).__name__}: {error}") from error
         manifest._check()
         return manifest
@@ -90,18 +93,31 @@ class Manifest:
         numbers = (self.step, self.generation, self.cycle, self.world)
         if not all(type(number) is int and number >= 0 for number in numbers):
             raise ManifestError("a number in it is none")
-        if sorted(file.rank for file in self.values) != list(range(self.world)):
+        dated = type(self.created) in (int, float) and 0 <= self.created < 1e12
+        if not dated or not isinstance(self.facts, dict):
+            raise ManifestError("what it says about its making can't be meant")
+        # Counted first: a world of 10**12 ranks must not become a list.
+        ranks = sorted(file.rank for file in self.values)
+        if self.world == 0 or len(ranks) != self.world or ranks != list(range(self.world)):
             raise ManifestError(f"it does not list the values of all {self.world} ranks")
+        if any(file.rank >= self.world for file in self.shards):
+            raise ManifestError(f"it lists tensors of a rank that is none of {self.world}")
+        names = [NAME, *(file.name for file in (*self.shards, *self.values))]
+        if len(set(names)) != len(names):
+            raise ManifestError("it lists a file twice")
 
 
 def _file(item: dict[str, Any]) -> File:
-    file = File(**{**item, "digests": tuple(item["digests"])})
+    digests = item["digests"]
+    if not isinstance(digests, list):
+        raise ManifestError("it has no list of digests where there should be one")
+    file = File(**{**item, "digests": tuple(digests)})
     numbers = (file.rank, file.nbytes, file.head, file.chunk)
     if not all(type(number) is int and number >= 0 for number in numbers) or not _FILE.match(file.name):
         raise ManifestError(f"it lists a file {file.name!r} that can't be meant")
     if file.chunk == 0 or file.head > file.nbytes:
         raise ManifestError(f"it lists {file.name} with sizes that can't be meant")
     wanted = bool(file.head) + -(-(file.nbytes - file.head) // file.chunk)
-    if len(file.digests) != wanted or not all(isinstance(item, str) for item in file.digests):
-        raise ManifestError(f"it has {len(file.digests)} digests of {file.name}, not {wanted}")
+    if len(digests) != wanted or not all(isinstance(text, str) and _DIGEST.match(text) for text in digests):
+        raise ManifestError(f"it has {len(digests)} digests of {file.name}, not {wanted} of {digest.NAME}")
     return file

@@ -2,8 +2,9 @@
 
 A plan is made once and kept as long as the structure stays: the same names, dtypes and shapes in the same order. Any other
 structure makes a new plan, never a stale read. What safetensors has no type for is kept in another *form*, and the values say
-which: ``["complex128"]`` (pairs of F64), ``["bits", "float8_e8m0fnu"]`` (bytes), ``["quantized", …]``, ``["numpy"]``,
-``["subclass", …]``.
+which: ``["complex128"]`` (pairs of F64), ``["complex32"]`` (pairs of F16), ``["bits", dtype]`` (bytes), ``["quantized", dtype,
+scale, zero point]``, ``["numpy"]``, ``["subclass", class, names of what it is made of, context]`` (NAME is not there, but
+NAME.PART for each), ``["codec", codec, value]``.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import groupby
 from typing import Any
 
 import numpy
@@ -43,6 +46,8 @@ NAMES = {
 DTYPES = {name: dtype for dtype, name in NAMES.items()}
 _PAIRS = {torch.complex128: "complex128", torch.complex32: "complex32"}
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+_STRIDED = torch.strided
+_PLAIN_ARRAYS = (numpy.ndarray, numpy.memmap)  # others, masked ones for instance, are more than their numbers
 
 
 OWN, SHARED, LEADER = range(3)
@@ -65,88 +70,156 @@ class Collector:
     def __init__(self) -> None:
         self.found = Collected()
         self.owner: Callable[[torch.Tensor], int] = lambda tensor: OWN
-        self._places: dict[int, str] = {}
-        self._taken: set[str] = set()
+        self._places: dict[int, tuple[Any, Any]] = {}  # by id: what stands for it, and the tensor, which keeps the id
+        self._taken = {"__metadata__": 1}  # names; how often each was asked for
 
     def keep(self, node: Any, path: str) -> Any | None:
         """Take a tensor or an array; return what stands for it in the values."""
+        known = self._places.get(id(node))
+        if known is not None:
+            return known[0]
         if isinstance(node, torch.Tensor):
-            return self._tensor(node, path)
-        if isinstance(node, numpy.ndarray) and node.dtype.kind in "biufc" and node.dtype.isnative:
-            return self._array(node, path)
-        return None
+            kept = self._tensor(node, path)
+        elif type(node) in _PLAIN_ARRAYS and node.dtype.kind in "biufc" and node.dtype.isnative:
+            kept = self._array(node, path)
+        else:
+            return None
+        if kept is not None:
+            self._places[id(node)] = (kept, node)
+        return kept
 
-    def _add(self, tensor: torch.Tensor, path: str) -> str:
-        name = path
-        number = 2
-        while name in self._taken:
-            name, number = f"{path}#{number}", number + 1
-        self._taken.add(name)
-        self.found.names.append(name)
-        self.found.tensors.append(tensor)
-        self.found.owners.append(self.owner(tensor))
+    def _name(self, path: str, parts: Sequence[str] = ("",)) -> str:
+        """Return a name that is still free, with all ``parts`` after it, and that every reader can read."""
+        wanted = name = path if path.isascii() else path.encode("utf-8", "backslashreplace").decode()
+        if len(parts) == 1 and not parts[0] and name not in self._taken:  # nearly always, and there may be very many
+            self._taken[name] = 1
+            return name
+        while any(name + part in self._taken for part in (*parts, "")):
+            self._taken[wanted] = number = self._taken.get(wanted, 1) + 1
+            name = f"{wanted}#{number}"
+        self._taken.update(dict.fromkeys((name + part for part in (*parts, "")), 1))
         return name
 
+    def _add(self, tensor: torch.Tensor, name: str, owner: int) -> None:
+        self.found.names.append(name)
+        self.found.tensors.append(tensor)
+        self.found.owners.append(owner)
+
     def _tensor(self, tensor: torch.Tensor, path: str) -> Any:
-        known = self._places.get(id(tensor))
-        if known is not None:
-            return Ext(encoding.TENSOR, known.encode())
+        owner = self.owner(tensor)
         if type(tensor) not in _PLAIN_TENSORS:
-            special = self._subclass(tensor, path)
-            if special is not None:
-                return special
-        if tensor.dtype in NAMES and tensor.layout is torch.strided and tensor.device.type != "meta":
-            name = self._places[id(tensor)] = self._add(tensor, path)
-            return Ext(encoding.TENSOR, name.encode())
-        return self._form(tensor, path)
+            _refuse_what_is_elsewhere(tensor, path)
+            if hasattr(tensor, "__tensor_flatten__"):
+                return self._subclass(tensor, path, owner)
+            tensor = tensor.as_subclass(torch.Tensor)  # a tensor with another name: its bytes are all there is
+        if _is_plain(tensor):
+            name = self._name(path)
+            self._add(tensor, name, owner)
+            return _reference(name)
+        stored, form = _in_form(tensor.detach(), path)
+        name = self._name(path)
+        self._add(stored, name, owner)
+        return Ext(encoding.TENSOR_FORM, pack([name, *form]))
 
-    def _form(self, tensor: torch.Tensor, path: str) -> Any:
-        if tensor.is_quantized:
-            return self._quantized(tensor, path)
-        if tensor.layout is not torch.strided or tensor.device.type == "meta" or tensor.is_nested:
-            what = "on the meta device" if tensor.device.type == "meta" else f"of layout {tensor.layout}"
-            raise EncodingError(f"{path}: a tensor {what} can't be kept; nothing was saved. Leave it out of the state.")
-        if tensor.dtype in _PAIRS:
-            name = self._add(torch.view_as_real(tensor.resolve_conj()), path)
-            return Ext(encoding.TENSOR_FORM, pack([name, _PAIRS[tensor.dtype]]))
-        if tensor.dtype.itemsize == 1:
-            name = self._add(tensor.view(torch.uint8), path)
-            return Ext(encoding.TENSOR_FORM, pack([name, "bits", str(tensor.dtype).removeprefix("torch.")]))
-        raise EncodingError(f"{path}: a tensor of {tensor.dtype} can't be kept; nothing was saved.")
-
-    def _quantized(self, tensor: torch.Tensor, path: str) -> Any:
-        if tensor.qscheme() not in (torch.per_tensor_affine, torch.per_tensor_symmetric):
+    def _subclass(self, tensor: torch.Tensor, path: str, owner: int) -> Any:
+        if tensor.is_nested:
             raise EncodingError(
-                f"{path}: a tensor quantized by {tensor.qscheme()} can't be kept, only per tensor; nothing was saved."
+                f"{path}: a tensor of nested tensors can't be kept; nothing was saved. Leave it out of the state."
             )
-        name = self._add(tensor.int_repr(), path)
-        kind = str(tensor.dtype).removeprefix("torch.")
-        form = [name, "quantized", kind, tensor.q_scale(), tensor.q_zero_point()]
-        return Ext(encoding.TENSOR_FORM, pack(form))
-
-    def _subclass(self, tensor: torch.Tensor, path: str) -> Any | None:
-        kind = type(tensor)
-        where = f"{kind.__module__}.{kind.__qualname__}"
-        if hasattr(tensor, "device_mesh") or hasattr(tensor, "sharding_spec"):
-            raise EncodingError(
-                f"{path}: {where} is sharded over ranks, which is not supported yet; nothing was saved. Save a full state, or use "
-                "torch.distributed.checkpoint for this part."
-            )
-        if isinstance(tensor, torch.nn.parameter.UninitializedTensorMixin):
-            raise EncodingError(f"{path}: {where} has no shape yet; nothing was saved. Run the model once before.")
-        if not hasattr(tensor, "__tensor_flatten__"):
-            return None  # a tensor with another name: its bytes are all there is
-        inner, context = tensor.__tensor_flatten__()
-        refs = [[attribute, self._tensor(getattr(tensor, attribute), f"{path}.{attribute}")] for attribute in inner]
-        shaped = encoding.shaped(context, f"{path}.<context>", self.keep)
-        return Ext(encoding.TENSOR_FORM, pack(["", "subclass", where, refs, shaped]))
+        parts = parts_of(tensor)
+        for part, inner in parts:
+            _refuse_what_is_elsewhere(inner, f"{path}{part}")
+            if not _is_plain(inner):
+                raise EncodingError(
+                    f"{path}{part}: a tensor of {inner.dtype} and {inner.layout} inside a {class_name(tensor)} can't be kept; "
+                    "nothing was saved. Say how with resilience.checkpoint.encoding.register_codec."
+                )
+        context = encoding.shaped(tensor.__tensor_flatten__()[1], f"{path}.<context>", lambda node, path: None)
+        name = self._name(path, [part for part, _ in parts])
+        for part, inner in parts:
+            self._add(inner, f"{name}{part}", owner)
+        return Ext(
+            encoding.TENSOR_FORM, pack([name, "subclass", class_name(tensor), [part for part, _ in parts], context])
+        )
 
     def _array(self, array: Any, path: str) -> Any | None:
         tensor = _from_numpy(array)
         if tensor is None or tensor.dtype not in NAMES:
             return None
-        name = self._add(tensor, path)
+        name = self._name(path)
+        self._add(tensor, name, self.owner(tensor))
         return Ext(encoding.TENSOR_FORM, pack([name, "numpy"]))
+
+
+@lru_cache(1 << 16)  # the same names in every save
+def _reference(name: str) -> Any:
+    return Ext(encoding.TENSOR, name.encode())
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether safetensors has a type for it, and it has bytes."""
+    return tensor.dtype in NAMES and tensor.layout is _STRIDED and not tensor.is_meta and not tensor.is_nested
+
+
+def class_name(tensor: torch.Tensor) -> str:
+    """Return the full name of a tensor's class."""
+    return f"{type(tensor).__module__}.{type(tensor).__qualname__}"
+
+
+def parts_of(tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    """Return the tensors with bytes that a tensor is made of, and what follows its name in theirs."""
+    if type(tensor) in _PLAIN_TENSORS or not hasattr(tensor, "__tensor_flatten__"):
+        return [("", tensor)]
+    inner = tensor.__tensor_flatten__()[0]
+    return [(f".{name}{rest}", part) for name in inner for rest, part in parts_of(getattr(tensor, name))]
+
+
+def _refuse_what_is_elsewhere(tensor: torch.Tensor, path: str) -> None:
+    """Raise for tensors whose bytes are not here: on other ranks, not there yet, or never there."""
+    where = class_name(tensor)
+    if hasattr(tensor, "device_mesh") or hasattr(tensor, "sharding_spec"):
+        raise EncodingError(
+            f"{path}: {where} is sharded over ranks, which is not supported yet; nothing was saved. Save a full state, or use "
+            "torch.distributed.checkpoint for this part."
+        )
+    if isinstance(tensor, torch.nn.parameter.UninitializedTensorMixin):
+        raise EncodingError(f"{path}: {where} has no shape yet; nothing was saved. Run the model once before.")
+    if tensor.layout is torch.strided and not hasattr(tensor, "__tensor_flatten__") and not _has_bytes(tensor):
+        raise EncodingError(
+            f"{path}: {where} has no memory of its own; nothing was saved. Say how it is kept with "
+            "resilience.checkpoint.encoding.register_codec."
+        )
+
+
+def _has_bytes(tensor: torch.Tensor) -> bool:
+    try:
+        storage = tensor.untyped_storage()
+        return bool(storage.device.type != "meta" and (tensor.numel() == 0 or storage.data_ptr() != 0))
+    except (RuntimeError, NotImplementedError):  # wrappers say so when their memory is asked for
+        return False
+
+
+def _in_form(tensor: torch.Tensor, path: str) -> tuple[torch.Tensor, list[Any]]:
+    """Return a tensor as one that safetensors has a type for, and how to make it what it was. Raises for what has no such form."""
+    if tensor.layout is not torch.strided or tensor.device.type == "meta" or tensor.is_nested:
+        what = f"of layout {tensor.layout}"
+        if tensor.is_nested:
+            what = "of nested tensors"
+        elif tensor.device.type == "meta":
+            what = "on the meta device"
+        raise EncodingError(f"{path}: a tensor {what} can't be kept; nothing was saved. Leave it out of the state.")
+    kind = str(tensor.dtype).removeprefix("torch.")
+    if tensor.is_quantized:
+        if tensor.qscheme() not in (torch.per_tensor_affine, torch.per_tensor_symmetric):
+            raise EncodingError(
+                f"{path}: a tensor quantized by {tensor.qscheme()} can't be kept, only per tensor; nothing was saved."
+            )
+        return tensor.int_repr(), ["quantized", kind, tensor.q_scale(), tensor.q_zero_point()]
+    if tensor.dtype in _PAIRS:
+        return torch.view_as_real(tensor.resolve_conj()), [_PAIRS[tensor.dtype]]
+    if tensor.dtype.itemsize == 1:
+        return tensor.view(torch.uint8), ["bits", kind]
+    raise EncodingError(f"{path}: a tensor of {tensor.dtype} can't be kept; nothing was saved.")
 
 
 def _from_numpy(array: Any) -> torch.Tensor | None:
@@ -184,14 +257,21 @@ class Plan:
     def sources(self, state: Collected) -> list[torch.Tensor]:
         """Return what is to be copied, in the order of ``pieces``."""
         tensors = state.tensors
-        return [
-            tensors[part.index] if part.rows is None else tensors[part.index][part.rows[0] : part.rows[1]]
-            for part in self.parts
-        ]
+        with torch.no_grad():
+            return [
+                tensors[part.index] if part.rows is None else tensors[part.index][part.rows[0] : part.rows[1]]
+                for part in self.parts
+            ]
 
     def targets(self, slot: torch.Tensor) -> list[torch.Tensor]:
         """Return views into a slot's memory (bytes), in the order of ``pieces``."""
-        return [view_of(slot, piece) for piece in self.pieces]
+        found = []
+        for dtype, run in groupby(self.pieces, key=lambda piece: piece.dtype):  # those of one type follow each other
+            pieces = list(run)
+            room = slot[pieces[0].start : pieces[-1].start + pieces[-1].nbytes].view(DTYPES[dtype])
+            cut = room.split([piece.nbytes // shards.ITEM_SIZES[dtype] for piece in pieces])
+            found += [part.view(piece.shape) for part, piece in zip(cut, pieces, strict=True)]
+        return found
 
 
 def view_of(memory: torch.Tensor, piece: Piece) -> torch.Tensor:
@@ -231,23 +311,22 @@ def make_plan(state: Collected, local_rank: int, local_world: int) -> Plan:
 
 
 def whole_tensor(tensor: torch.Tensor, form: Sequence[Any]) -> Any:
-    """Return what a kept tensor was before it was brought into a form that safetensors has."""
+    """Return what a kept tensor was before it was brought into a form that safetensors has. Raises ``DecodingError``."""
     kind = form[0] if form else ""
-    if kind == "":
-        return tensor
-    if kind == "numpy":
-        return tensor.numpy()
-    if kind in ("complex128", "complex32"):
-        return torch.view_as_complex(tensor)
-    if kind == "bits":
-        return tensor.view(_dtype(form[1]))
-    if kind == "quantized":
-        return torch._make_per_tensor_quantized_tensor(tensor, float(form[2]), int(form[3]))
-    raise encoding.DecodingError(f"a tensor in the form {kind!r}, which this version does not know")
-
-
-def _dtype(name: Any) -> torch.dtype:
-    found = getattr(torch, name, None) if isinstance(name, str) and name.isidentifier() else None
-    if not isinstance(found, torch.dtype) or found.itemsize != 1:
-        raise encoding.DecodingError(f"unknown torch.dtype {name!r}")
-    return found
+    try:
+        if kind == "":
+            return tensor
+        if kind == "numpy":
+            return tensor.numpy()
+        if (
+            kind in ("complex128", "complex32")
+            and NAMES[tensor.dtype] == {"complex128": "F64", "complex32": "F16"}[kind]
+        ):
+            return torch.view_as_complex(tensor)
+        if kind == "bits" and tensor.dtype == torch.uint8 and encoding.dtype_named(form[1]).itemsize == 1:
+            return tensor.view(encoding.dtype_named(form[1]))
+        if kind == "quantized":
+            return torch._make_per_tensor_quantized_tensor(tensor, float(form[2]), int(form[3]))
+    except (RuntimeError, TypeError, ValueError, IndexError) as error:
+        raise encoding.DecodingError(f"a tensor can't be read in the form {kind!r}: {error}") from error
+    raise encoding.DecodingError(f"a tensor of {tensor.dtype} in the form {kind!r}, which this version does not know")

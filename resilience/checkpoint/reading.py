@@ -1,14 +1,16 @@
-"""Reading a snapshot back, from slots or from files: the tensors by name, whichever shards their pieces are in."""
+"""Reading a snapshot back, from slots or from files: the tensors by name, whichever shards their pieces are in.
+
+Rule: nothing that is handed out shares memory with a slot or a file, and nothing is handed out of which a row is missing.
+"""
 
 from __future__ import annotations
 
 import argparse
 import mmap
 import os
-import threading
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,32 +23,45 @@ from resilience.checkpoint.shards import Piece
 from resilience.errors import CheckpointError
 
 _THREADS = 4
+_LEAVES = frozenset({str, int, float, bool, type(None), bytes})
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Ref:
-    """A tensor that is in the snapshot."""
+    """A tensor that is in the snapshot, or a value that is made of some. Every one is itself: it may be a key, or in a set."""
 
     name: str
     form: tuple[Any, ...] = ()
 
     @property
     def plain(self) -> bool:
-        """Whether its bytes are those of the tensor as it was."""
-        return not self.form
+        """Whether it can be copied into a tensor that exists, by its name."""
+        return not self.form or self.form[0] == "subclass"
 
     def differs(self, where: str, tensor: torch.Tensor, source: Source) -> list[str]:
         """Say how a live tensor differs from it, if it does."""
         if not self.plain:
             return []
-        shape, dtype = source.shape_of(self.name), source.dtype_of(self.name)
-        if tuple(tensor.shape) == shape and tensor.dtype == dtype:
-            return []
-        return [f"{where} is {list(tensor.shape)} {tensor.dtype}, in the checkpoint {list(shape)} {dtype}"]
+        parts = plan.parts_of(tensor)
+        kind, names, context = self.form[1:4] if self.form else (plan.class_name(tensor), [""], None)
+        if [name for name, _ in parts] != names or kind != plan.class_name(tensor):
+            return [
+                f"{where} is a {plan.class_name(tensor)}, in the checkpoint {kind if self.form else 'a plain tensor'}"
+            ]
+        if self.form and tensor.__tensor_flatten__()[1] != context:
+            return [f"{where} is a {kind} with another context than in the checkpoint"]
+        said = []
+        for name, part in parts:
+            shape, dtype = source.shape_of(self.name + name), source.dtype_of(self.name + name)
+            if tuple(part.shape) != shape or part.dtype != dtype:
+                said.append(
+                    f"{where}{name} is {list(part.shape)} {part.dtype}, in the checkpoint {list(shape)} {dtype}"
+                )
+        return said
 
 
 class Source:
-    """The pieces of all tensors of a snapshot. ``first`` are this rank's own: they go before those of the same name elsewhere."""
+    """The pieces of all tensors of a snapshot. A whole tensor of this rank's own goes before those of the same name elsewhere."""
 
     def __init__(self) -> None:
         self._pieces: dict[str, list[tuple[torch.Tensor, Piece]]] = {}
@@ -60,7 +75,7 @@ class Source:
                 self._own.add(piece.name)
             elif piece.name not in self._own:
                 known = self._pieces.setdefault(piece.name, [])
-                if not any(other.first_row == piece.first_row and other.shape == piece.shape for _, other in known):
+                if not any(other.is_whole or _same_rows(other, piece) for _, other in known):
                     known.append((memory, piece))
 
     def _of(self, name: str) -> list[tuple[torch.Tensor, Piece]]:
@@ -77,41 +92,86 @@ class Source:
         """Return the type of a tensor's items."""
         return plan.DTYPES[self._of(name)[0][1].dtype]
 
+    def _all_of(self, name: str) -> list[tuple[torch.Tensor, Piece]]:
+        """Return the pieces of a tensor in order, if every row is there once."""
+        found = sorted(self._of(name), key=lambda item: (item[1].first_row, item[1].shape[:1]))
+        first, rows = found[0][1], 0
+        for _, piece in found:
+            if (piece.whole, piece.dtype) != (first.whole, first.dtype):
+                raise CheckpointError(f"tensor {name!r} has pieces that do not belong together")
+            if piece.first_row < rows:
+                raise CheckpointError(f"tensor {name!r} has row {piece.first_row} twice")
+            if piece.first_row > rows:
+                break
+            rows += piece.shape[0] if piece.shape else 0
+        if first.whole and rows != first.whole[0]:
+            raise CheckpointError(f"tensor {name!r} lacks row {rows} of {first.whole[0]}: a shard is missing")
+        return found
+
     def copy_into(self, name: str, target: torch.Tensor) -> None:
-        """Copy a whole tensor into one that exists."""
-        found = self._of(name)
-        rows = sum(piece.shape[0] for _, piece in found) if found[0][1].shape else 1
-        whole = found[0][1].whole
-        if whole and rows != whole[0]:
-            raise CheckpointError(f"tensor {name!r} has {rows} of {whole[0]} rows: a shard is missing")
+        """Copy a whole tensor into one that exists, part by part where that is made of several."""
+        if name not in self._pieces and type(target) is not torch.Tensor:
+            for part, inner in plan.parts_of(target):
+                self._copy(name + part, inner)
+        else:
+            self._copy(name, target)
+
+    def _copy(self, name: str, target: torch.Tensor) -> None:
+        found = self._all_of(name)
+        if tuple(target.shape) != found[0][1].whole:
+            there = list(found[0][1].whole)
+            raise CheckpointError(f"tensor {name!r} has shape {there}, where it should go {list(target.shape)}")
         with torch.no_grad():
             for memory, piece in found:
                 part = target if piece.is_whole else target[piece.first_row : piece.first_row + piece.shape[0]]
                 part.copy_(plan.view_of(memory, piece))
 
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return every tensor of the snapshot, whole, in memory of its own."""
+        return {name: self.fresh(Ref(name)) for name in sorted(self._pieces)}
+
     def fresh(self, tree: Any) -> Any:
-        """Return a tree with tensors of its own in place of every :class:`Ref`."""
-        if isinstance(tree, Ref):
-            if tree.form[:1] == ("subclass",):
-                raise CheckpointError(f"a tensor of class {tree.form[1]} can only be restored into one that exists")
-            made = torch.empty(self.shape_of(tree.name), dtype=self.dtype_of(tree.name))
-            self.copy_into(tree.name, made)
-            return plan.whole_tensor(made, tree.form)
+        """Return a tree with tensors of its own in place of every :class:`Ref`: one for each name, however often it is there."""
+        return self._fresh(tree, {})
+
+    def _fresh(self, tree: Any, made: dict[str, Any]) -> Any:
         kind = type(tree)
-        if kind is list:
-            return [self.fresh(item) for item in tree]
-        if kind is tuple:
-            return tuple(self.fresh(item) for item in tree)
+        if kind in _LEAVES:
+            return tree
+        if kind is Ref:
+            return self._made(tree, made)
+        if kind in (list, tuple, set, frozenset):
+            return kind(self._fresh(item, made) for item in tree)
+        if kind is deque:
+            return deque((self._fresh(item, made) for item in tree), tree.maxlen)
         if isinstance(tree, dict):
-            for key, value in tree.items():
-                tree[key] = self.fresh(value)
-        elif isinstance(tree, deque):
-            return deque((self.fresh(item) for item in tree), tree.maxlen)
-        elif isinstance(tree, argparse.Namespace):
-            self.fresh(vars(tree))
-        elif isinstance(tree, (set, frozenset)):
-            return kind(self.fresh(item) for item in tree)
+            items = [(self._fresh(key, made), self._fresh(value, made)) for key, value in tree.items()]
+            tree.clear()
+            for key, value in items:
+                tree[key] = value
+        elif kind is argparse.Namespace:
+            self._fresh(vars(tree), made)
         return tree
+
+    def _made(self, ref: Ref, made: dict[str, Any]) -> Any:
+        kind = ref.form[0] if ref.form else ""
+        if kind == "codec":
+            return encoding.from_codec(ref.form[1], self._fresh(ref.form[2], made))
+        if kind == "subclass":
+            raise CheckpointError(
+                f"{ref.name}: a {ref.form[1]} can only be restored into a module that has one. Where it stands elsewhere, say how "
+                "it is made with resilience.checkpoint.encoding.register_codec before it is saved."
+            )
+        if ref.name not in made:
+            self._all_of(ref.name)  # before memory is taken for a shape that nobody has
+            tensor = torch.empty(self.shape_of(ref.name), dtype=self.dtype_of(ref.name))
+            self._copy(ref.name, tensor)
+            made[ref.name] = plan.whole_tensor(tensor, ref.form)
+        return made[ref.name]
+
+
+def _same_rows(one: Piece, other: Piece) -> bool:
+    return one.first_row == other.first_row and one.shape == other.shape
 
 
 class Check:
@@ -119,30 +179,27 @@ class Check:
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(_THREADS)
-        self._wrong: list[str] = []
-        self._lock = threading.Lock()
+        self._answers: list[Future[str]] = []
 
     def add(self, data: memoryview, chunk: int, wanted: Sequence[str], where: str) -> None:
         """Have some data checked, chunk by chunk."""
         spans = list(digest.chunks(len(data), chunk))
         if len(spans) != len(wanted):
-            self._note(f"{where}: {len(wanted)} digests for {len(spans)} chunks")
+            text = f"{where}: {len(wanted)} digests for {len(spans)} chunks"
+            self._answers.append(self._pool.submit(str, text))
             return
         for (start, end), known in zip(spans, wanted, strict=True):
-            self._pool.submit(self._one, data[start:end], known, f"{where}, bytes {start} to {end}")
-
-    def _one(self, data: memoryview, known: str, where: str) -> None:
-        if digest.digest(data) != known:
-            self._note(f"{where}: the digest is wrong")
-
-    def _note(self, text: str) -> None:
-        with self._lock:
-            self._wrong.append(text)
+            where_exactly = f"{where}, bytes {start} to {end}"
+            self._answers.append(self._pool.submit(_compare, data[start:end], known, where_exactly))
 
     def wrong(self) -> str:
-        """Wait for everything; return what is wrong, or an empty text."""
+        """Wait for everything; return what is wrong, or an empty text. Raises what came in the way of checking."""
         self._pool.shutdown()
-        return "; ".join(sorted(self._wrong)[:3])
+        return "; ".join([text for answer in self._answers if (text := answer.result())][:3])
+
+
+def _compare(data: memoryview, known: str, where: str) -> str:
+    return "" if digest.digest(data) == known else f"{where}: the digest is wrong"
 
 
 @dataclass
@@ -156,26 +213,31 @@ class Opened:
 
 def open_memory(message: dict[str, Any], fds: Sequence[int], rank: int) -> Opened:
     """Open a snapshot in the slots of this node's ranks. Takes the descriptors over."""
+    try:
+        rooms = [mmap.mmap(fd, os.fstat(fd).st_size, mmap.MAP_SHARED, mmap.PROT_READ) for fd in fds]
+    finally:
+        for fd in fds:
+            os.close(fd)
     source, check = Source(), Check()
-    values: Any = None
-    for peer, fd in zip(message["peers"], fds, strict=True):
-        room = mmap.mmap(fd, os.fstat(fd).st_size, mmap.MAP_SHARED, mmap.PROT_READ)
-        os.close(fd)
+    values: list[Any] = []
+    for peer, room in zip(message["peers"], rooms, strict=True):
         at, length = peer["header"]
-        memory = bytes_of(room)
-        pieces = shards.parse_header(memoryview(room)[at : at + length], peer["data"])
-        source.add(memory, pieces, peer["rank"] == rank)
+        view = memoryview(room)
+        source.add(bytes_of(room), shards.parse_header(view[at : at + length], peer["data"]), peer["rank"] == rank)
         if peer["rank"] == rank:
-            data = memoryview(room)[: peer["data"]]
+            data = view[: peer["data"]]
             check.add(data, digest.chunk_size(len(data)), message["digests"], "memory")
             at, length = message["values"]
-            values = decode(memoryview(room)[at : at + length])
-    return Opened(source, values, check)
+            values.append(decode(view[at : at + length]))
+    if not values:
+        raise CheckpointError(f"the snapshot in memory has nothing of rank {rank}")
+    return Opened(source, values[0], check)
 
 
 def open_disk(path: Path, manifest: Manifest, rank: int) -> Opened:
-    """Open a checkpoint on disk. Everything that is read is checked."""
+    """Open a checkpoint on disk. Everything that is read is checked. A rank that it knows nothing of is given what rank 0 had."""
     source, check = Source(), Check()
+    rank = rank if rank < manifest.world else 0
     for file in manifest.shards:
         room, memory = _mapped(path / file.name, file)
         view = memoryview(room)
@@ -184,7 +246,7 @@ def open_disk(path: Path, manifest: Manifest, rank: int) -> Opened:
             raise CheckpointError(f"{file.name}: the header is not the one that was written")
         check.add(view[length:], file.chunk, file.digests[1:], file.name)
         source.add(memory[length:], shards.parse_header(view[:length], file.nbytes - length), file.rank == rank)
-    mine = next(file for file in manifest.values if file.rank == (rank if rank < manifest.world else 0))
+    mine = next(file for file in manifest.values if file.rank == rank)
     data = (path / mine.name).read_bytes()
     if digest.digests(memoryview(data), mine.chunk) != list(mine.digests):
         raise CheckpointError(f"{mine.name}: the digest is wrong")

@@ -30,9 +30,11 @@ class Level(str, Enum):
         return self.value
 
     def reaches(self, wanted: Level) -> bool:
-        """Whether a save that stands here has come as far as ``wanted``."""
+        """Whether a save that stands here has come as far as ``wanted``. SKIPPED and FAILED lead nowhere, and come of nothing."""
         order = (Level.COPYING, Level.STAGED, Level.COMPLETE, Level.REPLICATED, Level.DURABLE)
-        return self in order and order.index(self) >= order.index(wanted)
+        if self not in order or wanted not in order:
+            return self is wanted
+        return order.index(self) >= order.index(wanted)
 
 
 class Receipt:

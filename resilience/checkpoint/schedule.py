@@ -19,7 +19,7 @@ def young_daly(cost_s: float, mean_time_between_failures_s: float) -> float:
     """Return the interval between saves, in seconds, that loses the least time in all."""
     if cost_s <= 0 or mean_time_between_failures_s <= 0:
         return 0.0
-    if cost_s >= mean_time_between_failures_s / 2:  # Daly's bound: saving takes as long as training lasts
+    if cost_s >= 2 * mean_time_between_failures_s:  # Daly's bound: a save takes longer than training lasts
         return mean_time_between_failures_s
     ratio = cost_s / (2 * mean_time_between_failures_s)
     best = math.sqrt(2 * cost_s * mean_time_between_failures_s)
@@ -48,5 +48,5 @@ class Every:
         raise ConfigError(f'{name}={value!r}: give a number of steps, a timedelta, "auto", or None for never.')
 
     def has(self, step: int) -> bool:
-        """Whether a step is one of every so many."""
-        return self.steps > 0 and step % self.steps == 0
+        """Whether so many more steps are done with this one; steps are counted from 0."""
+        return self.steps > 0 and (step + 1) % self.steps == 0

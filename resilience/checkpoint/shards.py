@@ -72,6 +72,10 @@ def build_header(pieces: Sequence[Piece]) -> bytes:
         }
     text = json.dumps(entries, separators=(",", ":")).encode()
     text = text.ljust(aligned(len(text) + 8) - 8, b" ")
+    if len(text) + 8 > _MAX_HEADER or len(entries) != len(pieces) + 1:
+        raise ShardError(
+            f"{len(pieces)} tensors make a header of {len(text)} bytes, or two have one name; nothing was saved."
+        )
     return len(text).to_bytes(8, "little") + text
 
 
@@ -113,13 +117,14 @@ def _piece(name: str, entry: Any, offsets: Any, whole: Any) -> Piece:
     shape, (start, end) = tuple(entry["shape"]), entry["data_offsets"]
     whole = shape if whole is None else tuple(whole)
     rows = offsets[0] if offsets else 0
-    numbers = [*shape, *whole, start, end, rows]
-    if not all(type(number) is int and number >= 0 for number in numbers) or len(shape) > _MAX_DIMENSIONS:
+    numbers = [*shape, *whole, start, end, *offsets]
+    if not all(type(number) is int and 0 <= number < 1 << 63 for number in numbers) or len(shape) > _MAX_DIMENSIONS:
         raise ShardError(f"tensor {name!r} has a number in it that is none")
-    if math.prod(shape) * ITEM_SIZES[entry["dtype"]] != end - start:
-        raise ShardError(f"tensor {name!r} has {end - start} bytes for shape {list(shape)} of {entry['dtype']}")
+    item = ITEM_SIZES[entry["dtype"]]
+    if math.prod(shape) * item != end - start or start % item:
+        raise ShardError(f"tensor {name!r} has bytes {start} to {end} for shape {list(shape)} of {entry['dtype']}")
     fits = len(whole) == len(shape) and whole[1:] == shape[1:] and (not shape or rows + shape[0] <= whole[0])
-    if not fits:
+    if not fits or offsets != ([rows, *[0] * (len(shape) - 1)] if shape else []):
         raise ShardError(f"tensor {name!r} of shape {list(shape)} is no piece of {list(whole)} at row {rows}")
     return Piece(name, entry["dtype"], shape, start, end - start, whole, rows)
 

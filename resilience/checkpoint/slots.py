@@ -34,13 +34,13 @@ def writable(slot: Slot, newest_complete: int) -> bool:
 
 
 def choose(slots: Sequence[Slot], newest_complete: int) -> int | None:
-    """Return the slot to write next: one that holds nothing, else the oldest of those that may go; ``None`` if none may."""
+    """Return the slot to write next: an empty one, else the oldest VOID one, else the oldest that may go; ``None`` if none may."""
     free = [
-        (slot.serial if slot.decision != VOID else 0, index)
+        (slot.serial != 0, slot.decision != VOID, slot.serial, index)
         for index, slot in enumerate(slots)
         if writable(slot, newest_complete)
     ]
-    return min(free)[1] if free else None
+    return min(free)[-1] if free else None
 
 
 def why_not(slots: Sequence[Slot], newest_complete: int) -> str:

@@ -20,7 +20,7 @@ from resilience.checkpoint.ledger import (
     Ledger,
     fence,
 )
-from resilience.checkpoint.link import Place
+from resilience.checkpoint.link import Link, Place
 from resilience.checkpoint.plan import Collected, Plan
 from resilience.checkpoint.receipt import Level, Receipt
 from resilience.checkpoint.shards import aligned
@@ -44,6 +44,10 @@ class Stager:
         words[L_GENERATION], words[L_CYCLE], words[L_PID] = generation, place.cycle, os.getpid()
         words[L_RANK], words[L_WORLD], words[L_ATTEMPT] = place.rank, place.world, 0
         fence()
+
+    def deposit(self, link: Link) -> None:
+        """Give the memory to a saver that does not have it."""
+        link.deposit(self.ledger, self._slots)
 
     def choose(self, step: int) -> int | Receipt:
         """Return the slot to write, or the receipt of a save that can't be made now."""

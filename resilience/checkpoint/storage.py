@@ -57,7 +57,7 @@ class Directory:
         """Make it ours until :meth:`close`, or raise :class:`DirectoryInUse`. Sweeps what an earlier job left half done."""
         if self._lock >= 0:
             return
-        self.path.mkdir(parents=True, exist_ok=True)
+        make_folder(self.path)
         fd = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -70,9 +70,10 @@ class Directory:
                 f"{self.path}: another job writes its checkpoints here ({holder or 'unknown'}). Nothing was written. Give each "
                 "job a directory of its own, or end the other one."
             ) from None
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, json.dumps({"run": run, "host": socket.gethostname(), "pid": os.getpid()}).encode(), 0)
         self._lock = fd
+        with contextlib.suppress(OSError):  # a full disk: the lock holds all the same
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, json.dumps({"run": run, "host": socket.gethostname(), "pid": os.getpid()}).encode(), 0)
         for path in self.path.glob(f"{_PARTIAL}*"):
             shutil.rmtree(path, ignore_errors=True)
 
@@ -88,13 +89,15 @@ class Directory:
         """Return the checkpoints that are whole as far as names and sizes go, newest first; ``complain`` of the others."""
         found = []
         for path in self.path.iterdir() if self.path.is_dir() else []:
-            if not _STEP.match(path.name) or (path / _ASIDE).exists():
+            if not _STEP.match(path.name):
                 continue
             try:
+                if (path / _ASIDE).exists():
+                    raise ManifestError(f"it was set aside: {(path / _ASIDE).read_text(errors='replace')[:1000]}")
                 found.append(Stored(path, read_manifest(path)))
             except (ManifestError, OSError) as error:
                 complain(f"{path}: {error}. It is left out.")
-        return sorted(found, key=lambda item: item.manifest.key, reverse=True)
+        return sorted(found, key=lambda item: (item.manifest.key, item.manifest.created), reverse=True)
 
     # -- writing ----------------------------------------------------------------------------------------------------
 
@@ -128,15 +131,17 @@ class Directory:
     def prune(self, keep: int, keep_every: int = 0) -> list[Stored]:
         """Remove all but the newest ``keep`` checkpoints (and those of every ``keep_every``-th step); return what is gone.
 
-        The manifest goes first: what is half removed is no checkpoint any more.
+        The name goes first: what is half removed is no checkpoint any more, and is swept by the next job.
         """
         gone = [
             item for item in self.stored()[max(1, keep) :] if not (keep_every and item.manifest.step % keep_every == 0)
         ]
         for item in gone:
-            (item.path / manifest.NAME).unlink(missing_ok=True)
-            sync(item.path)
-            shutil.rmtree(item.path, ignore_errors=True)
+            leaving = self.path / f"{_PARTIAL}gone-{item.path.name}"
+            shutil.rmtree(leaving, ignore_errors=True)
+            item.path.rename(leaving)
+            sync(self.path)
+            shutil.rmtree(leaving, ignore_errors=True)
         return gone
 
 
@@ -180,7 +185,8 @@ def write_file(
     found = [digest.digest(head)] if head else []
     writer = _Writer(path)
     try:
-        writer.write(memoryview(head), 0)
+        if head:
+            writer.write_buffered(memoryview(head), 0)  # bytes stand at odd addresses, which direct writes refuse
         for number, (start, end) in enumerate(digest.chunks(len(data), size)):
             chunk = data[start:end]
             found.append(digests[number] if digests else digest.digest(chunk))
@@ -215,8 +221,11 @@ class _Writer:
                 os.close(self._direct)
                 self._direct, done = -1, 0
             data, at = data[done:], at + done
-        if len(data):
-            _write_all(self._buffered, data, at)
+        self.write_buffered(data, at)
+
+    def write_buffered(self, data: memoryview, at: int) -> None:
+        """Write ``data`` at an offset through the page cache."""
+        _write_all(self._buffered, data, at)
 
     def finish(self, total: int) -> None:
         """Have everything on the disk, and the file as long as it should be."""
@@ -237,6 +246,14 @@ def _write_all(fd: int, data: memoryview, at: int) -> int:
             raise OSError(errno.ENOSPC, "the file system takes no more")
         done += wrote
     return done
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder and those above it, and have their names on the disk: what is durable inside must be found."""
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for folder in missing:
+        sync(folder.parent)
 
 
 def sync(folder: Path) -> None:

@@ -23,6 +23,8 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="resilience saver: %(levelname)s %(message)s")
     os.nice(5)
     launcher = None if settings["launcher"] < 0 else socket.socket(fileno=settings["launcher"])
+    if settings["detach"] and os.fork():
+        os._exit(0)  # nobody's child: whoever started us may end, or wait for all of its own
     saver = Saver(settings["socket"], launcher, settings["deadline"])
     signal.signal(signal.SIGTERM, lambda *_: saver.end_soon())
     if settings["ready"] >= 0:

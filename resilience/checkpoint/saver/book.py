@@ -27,6 +27,7 @@ from resilience.checkpoint.ledger import (
     fence,
 )
 from resilience.checkpoint.saver import restores
+from resilience.checkpoint.schedule import young_daly
 from resilience.checkpoint.slots import COMPLETE, PENDING, VOID
 from resilience.checkpoint.storage import Directory
 
@@ -84,7 +85,9 @@ class Options:
 
     keep: int = 3
     keep_every: int = 0
-    disk_seconds: float | None = None
+    disk_seconds: float = 0.0
+    disk_auto: bool = False
+    failures_s: float = 0.0  # how long the job runs between two failures, on average
     run: str = ""
     facts: dict[str, Any] = field(default_factory=dict)
 
@@ -105,15 +108,23 @@ class Book:
         self.digests: dict[tuple[int, int], list[str]] = {}  # by rank and serial, of the data's chunks
         self.tries = restores.read(path)
         self._write = write
-        self._disk_due = time.monotonic() + options.disk_seconds if options.disk_seconds else 0.0
+        self._disk_due = (
+            time.monotonic() + options.disk_seconds
+        )  # the first one is due at once where its cost is unknown
+        self.write_s = 0.0  # how long the last write took
+        self._ordered_at = 0.0
         self._signs: list[tuple[int, ...]] = []
         self._complained: set[str] = set()
 
     # -- who is there -----------------------------------------------------------------------------------------------
 
-    def begin(self, cycle: int, world: int, rank: int, pid: int) -> None:
+    def begin(self, cycle: int, world: int, rank: int, pid: int, generation: int) -> None:
         """Begin a cycle, if this rank's coming shows that it is a new one: what is sealed from now on never combines with what
-        was sealed before."""
+        was sealed before. A rank that has a ``generation`` only lost the saver that it had."""
+        if generation:
+            self.generation = max(self.generation, generation)
+            self.cycle, self.world = cycle, world
+            return
         member = self.members.get(rank)
         came_again = member is not None and member.cycle == cycle and member.pid not in (0, pid)
         if cycle == self.cycle and not came_again:
@@ -180,10 +191,17 @@ class Book:
     def _is_wanted(self, snapshot: Snapshot) -> bool:
         if any(seal.on_disk for seal in snapshot.seals.values()):
             return True
-        if self._disk_due and time.monotonic() >= self._disk_due and not self.writing:
-            self._disk_due = time.monotonic() + (self.options.disk_seconds or 0.0)
+        timed = self.options.disk_seconds or self.options.disk_auto
+        if timed and time.monotonic() >= self._disk_due and not self.writing:
+            self._disk_due = time.monotonic() + self._disk_interval()
             return True
         return False
+
+    def _disk_interval(self) -> float:
+        """Return how long the next one written by the clock is away."""
+        if not self.options.disk_auto:
+            return self.options.disk_seconds
+        return max(2 * self.write_s, young_daly(self.write_s, self.options.failures_s))
 
     def snapshot(self, key: Key) -> Snapshot | None:
         """Return a snapshot if every rank of this node has it."""
@@ -232,6 +250,7 @@ class Book:
         if snapshot.key in self.writing or durable:
             return
         self.writing.add(snapshot.key)
+        self._ordered_at = time.monotonic()
         for rank, seal in snapshot.seals.items():
             self.members[rank].ledger.lease(seal)
         self._write(self, snapshot)
@@ -246,6 +265,9 @@ class Book:
     def written(self, snapshot: Snapshot, error: str, digests: dict[int, list[str]]) -> None:
         """Take note that a snapshot is on disk, with these digests, or why it is not."""
         self.writing.discard(snapshot.key)
+        self.write_s = time.monotonic() - self._ordered_at
+        if self.options.disk_auto:
+            self._disk_due = self._ordered_at + self._disk_interval()
         self.keep_digests(snapshot, digests)
         for rank, seal in snapshot.seals.items():
             member = self.members.get(rank)

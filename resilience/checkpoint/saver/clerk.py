@@ -18,6 +18,7 @@ from resilience.checkpoint import digest, storage
 from resilience.checkpoint.arena import Slot
 from resilience.checkpoint.ledger import Seal
 from resilience.checkpoint.manifest import Manifest
+from resilience.errors import CheckpointError
 
 _LOG = logging.getLogger("resilience.saver")
 
@@ -63,7 +64,10 @@ class Clerk:
             if job is None:
                 return
             if not isinstance(job, Job):
-                job()
+                try:
+                    job()
+                except Exception:  # noqa: BLE001 - the same boundary: what comes after must still be written
+                    _LOG.exception("something that the clerk was asked to do failed; it goes on with the next.")
                 continue
             try:
                 written = persist(job)
@@ -78,7 +82,7 @@ def persist(job: Job) -> Manifest:
     """Write a snapshot, commit it, and remove what need not be kept."""
     began = time.monotonic()
     step = job.key[1]
-    job.directory.path.mkdir(parents=True, exist_ok=True)
+    storage.make_folder(job.directory.path)
     shards, values = [], []
     with job.directory.new(step) as folder:
         for rank, seal in sorted(job.seals.items()):
@@ -100,14 +104,19 @@ def persist(job: Job) -> Manifest:
         took,
         contents.nbytes / 1e9 / took,
     )
-    for gone in job.directory.prune(job.keep, job.keep_every):
-        _LOG.info("%s is removed: %s are kept.", gone.path.name, job.keep)
+    try:
+        for gone in job.directory.prune(job.keep, job.keep_every):
+            _LOG.info("%s is removed: %s are kept.", gone.path.name, job.keep)
+    except OSError as error:  # what was to be written is: that is no failure of the save
+        _LOG.warning("%s: what need not be kept could not be removed: %s", job.directory.path, error)
     return contents
 
 
 def parts_of(slot: Slot, seal: Seal) -> tuple[memoryview, memoryview, memoryview]:
-    """Return header, data and values of a sealed slot."""
+    """Return header, data and values of a sealed slot. Raises ``CheckpointError`` for a seal that points outside of it."""
     slot.refresh()
+    if max(seal.data, seal.header_at + seal.header, seal.values_at + seal.values) > slot.nbytes:
+        raise CheckpointError(f"the seal of step {seal.step} points outside of its slot of {slot.nbytes} bytes")
     memory = memoryview(slot.map)
     return (
         memory[seal.header_at : seal.header_at + seal.header],

@@ -118,6 +118,8 @@ class Desk:
             news = caller.book.failures[caller.heard_failures :]
             caller.heard_failures = len(caller.book.failures)
             self._tell(caller, {"failures": [text[:2000] for text in news[-8:]], "more": max(0, len(news) - 8)})
+        elif op == "here":
+            self._tell(caller, {"ok": True})
         elif op == "secure":
             caller.book.secure()
             self._tell(caller, {"ok": True})
@@ -138,7 +140,7 @@ class Desk:
         caller.options = message["options"]
         self._refuse_second_job(str(message["directory"]), rank, caller.pid)
         book = caller.book = self._saver.book(str(message["directory"]), caller.options)
-        book.begin(cycle, world, rank, caller.pid)
+        book.begin(cycle, world, rank, caller.pid, int(message["generation"]))
         self._saver.watch(caller.pid, book, rank)
         caller.heard_failures = len(book.failures)
         member = book.members.get(rank)

@@ -15,7 +15,7 @@ def read(directory: Path) -> dict[Key, int]:
     try:
         found = json.loads((directory / _NAME).read_text(encoding="utf-8"))
         return {(int(generation), int(step)): int(number) for generation, step, number in found}
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError, TypeError, OverflowError, RecursionError):
         return {}
 
 

@@ -1,0 +1,206 @@
+"""``resilience checkpoint list|show|verify|export|prune DIRECTORY``: look after checkpoints without a training job.
+
+Only ``show`` and ``export`` need torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from resilience.checkpoint import digest, shards
+from resilience.checkpoint.manifest import File
+from resilience.checkpoint.storage import Directory, Stored
+from resilience.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from resilience.checkpoint.reading import Opened
+
+
+def main(argv: list[str]) -> int:
+    """Run the command; return the exit code: 1 when something is wrong with a checkpoint."""
+    parser = argparse.ArgumentParser(prog="resilience checkpoint", description="Look after checkpoints.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="list|show|verify|export|prune")
+
+    def command(name: str, text: str, act: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:
+        made = commands.add_parser(name, help=text, description=text)
+        made.add_argument("directory", type=Path, help="where the checkpoints are")
+        made.set_defaults(act=act)
+        return made
+
+    command("list", "list the checkpoints, newest first, and what is left out and why", list_all)
+    for name, text, act in (
+        ("show", "print what is in a checkpoint", show),
+        ("verify", "read everything and check every digest", verify),
+        ("export", "write a checkpoint in another form", export),
+    ):
+        made = command(name, text, act)
+        made.add_argument("--step", type=int, help="of this step (default: the newest; verify: all)")
+        if name == "export":
+            made.add_argument("target", type=Path, help="file or directory to write")
+            made.add_argument("--format", choices=["safetensors", "torch", "dcp"], default="safetensors")
+            made.add_argument("--rank", type=int, default=0, help="whose own state to take (default: 0)")
+    made = command("prune", "remove all but the newest checkpoints", prune)
+    made.add_argument("--keep", type=int, required=True, help="how many stay")
+    made.add_argument("--keep-every", type=int, default=0, help="steps that stay for good: every so many")
+    args = parser.parse_args(argv)
+    if not args.directory.is_dir():
+        raise CheckpointError(f"{args.directory} is no directory.")
+    code: int = args.act(args)
+    return code
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(f"{text}\n")
+
+
+def _chosen(args: argparse.Namespace) -> Stored:
+    wrong: list[str] = []
+    found = Directory(args.directory).stored(wrong.append)
+    sys.stderr.write("".join(f"{text}\n" for text in wrong))
+    fitting = [item for item in found if args.step is None or item.manifest.step == args.step]
+    if not fitting:
+        which = "no checkpoint" if args.step is None else f"no checkpoint of step {args.step}"
+        raise CheckpointError(f"there is {which} in {args.directory}.")
+    return fitting[0]
+
+
+def list_all(args: argparse.Namespace) -> int:
+    """List the checkpoints."""
+    wrong: list[str] = []
+    for item in Directory(args.directory).stored(wrong.append):
+        it = item.manifest
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(it.created))
+        size = f"{it.nbytes / 1e9:.2f} GB"
+        _say(f"step {it.step:<10} {when}  {size:>12}  {it.world} ranks  generation {it.generation}  {item.path.name}")
+    for text in wrong:
+        _say(text)
+    return 1 if wrong else 0
+
+
+def show(args: argparse.Namespace) -> int:
+    """Print what is in a checkpoint."""
+    from resilience.checkpoint.reading import Ref, open_disk  # noqa: PLC0415 - needs torch
+
+    item = _chosen(args)
+    it = item.manifest
+    _say(f"step {it.step}, generation {it.generation}, cycle {it.cycle}, {it.world} ranks, {it.nbytes / 1e9:.3f} GB")
+    _say(f"facts {json.dumps(it.facts)}")
+    for file in it.shards:
+        for piece in shards.parse_header(_head(item.path / file.name, file), file.nbytes - file.head):
+            part = "" if piece.is_whole else f" rows {piece.first_row} to {piece.first_row + piece.shape[0]}"
+            _say(f"  rank {file.rank}  {piece.name}  {piece.dtype} {list(piece.whole)}{part}")
+
+    def plain(value: Any) -> str:
+        return f"<{value.name}>" if isinstance(value, Ref) else repr(value)
+
+    values = open_disk(item.path, it, 0).values
+    for name, value in values.items() if isinstance(values, dict) else [("state", values)]:
+        _say(f"  values of rank 0  {name}  {_shortened(json.dumps(value, default=plain, skipkeys=True))}")
+    return 0
+
+
+def _shortened(text: str, most: int = 400) -> str:
+    return text if len(text) <= most else f"{text[:most]} … ({len(text)} characters)"
+
+
+def _head(path: Path, file: File) -> bytes:
+    with open(path, "rb") as opened:
+        return opened.read(file.head)
+
+
+def verify(args: argparse.Namespace) -> int:
+    """Read everything and check every digest."""
+    wrong: list[str] = []
+    for item in Directory(args.directory).stored(wrong.append):
+        if args.step is not None and item.manifest.step != args.step:
+            continue
+        bad = [text for file in (*item.manifest.shards, *item.manifest.values) for text in _verified(item, file)]
+        wrong += bad
+        _say(f"step {item.manifest.step}: {'; '.join(bad) if bad else 'good'}")
+    for text in wrong:
+        _say(text)
+    return 1 if wrong else 0
+
+
+def _verified(item: Stored, file: File) -> list[str]:
+    """Return what is wrong with a file, if anything."""
+    known = list(file.digests)
+    with open(item.path / file.name, "rb") as opened:
+        found = [digest.digest(opened.read(file.head))] if file.head else []
+        for start, end in digest.chunks(file.nbytes - file.head, file.chunk):
+            found.append(digest.digest(opened.read(end - start)))
+            _progress(f"step {item.manifest.step}, {file.name}", file.head + end, file.nbytes)
+    return [f"{item.path / file.name}: a digest is wrong"] if found != known else []
+
+
+def _progress(what: str, done: int, total: int) -> None:
+    """Show how far it is, on a terminal only."""
+    if sys.stderr.isatty():
+        sys.stderr.write(
+            f"\r\x1b[K{what}: {done / 1e9:.2f} of {total / 1e9:.2f} GB" + ("\r\x1b[K" if done == total else "")
+        )
+        sys.stderr.flush()
+
+
+def export(args: argparse.Namespace) -> int:
+    """Write a checkpoint in another form."""
+    from resilience.checkpoint.reading import open_disk  # noqa: PLC0415 - needs torch
+
+    item = _chosen(args)
+    if args.target.exists():
+        raise CheckpointError(f"{args.target} exists already. Nothing was written.")
+    if not 0 <= args.rank < item.manifest.world:
+        raise CheckpointError(f"--rank={args.rank}: the checkpoint has ranks 0 to {item.manifest.world - 1}.")
+    opened = open_disk(item.path, item.manifest, args.rank)
+    writers = {"safetensors": _as_safetensors, "torch": _as_torch, "dcp": _as_dcp}
+    writers[args.format](opened, args.target)
+    wrong = opened.check.wrong()
+    if wrong:
+        raise CheckpointError(f"{item.path.name} is damaged: {wrong}. Do not use {args.target}.")
+    _say(f"step {item.manifest.step} of rank {args.rank} was written to {args.target} ({args.format}).")
+    return 0
+
+
+def _as_safetensors(opened: Opened, target: Path) -> None:
+    try:
+        from safetensors.torch import save_file  # noqa: PLC0415
+    except ImportError:
+        raise CheckpointError(
+            "exporting to safetensors needs the package safetensors: pip install safetensors"
+        ) from None
+
+    save_file(opened.source.tensors(), str(target), {"format": "pt"})
+
+
+def _as_torch(opened: Opened, target: Path) -> None:
+    import torch  # noqa: PLC0415
+
+    state = opened.source.fresh(opened.values)
+    state.pop("rng", None)  # of one rank at one moment; with numpy in it torch.load would refuse the file
+    torch.save(state, target)
+
+
+def _as_dcp(opened: Opened, target: Path) -> None:
+    from torch.distributed import checkpoint as dcp  # noqa: PLC0415
+
+    dcp.save(opened.source.tensors(), checkpoint_id=str(target), no_dist=True)
+
+
+def prune(args: argparse.Namespace) -> int:
+    """Remove all but the newest checkpoints."""
+    if args.keep < 1:
+        raise CheckpointError(f"--keep={args.keep}: at least one stays.")
+    directory = Directory(args.directory)
+    directory.claim("resilience checkpoint prune")
+    try:
+        for gone in directory.prune(args.keep, args.keep_every):
+            _say(f"{gone.path.name} is removed.")
+    finally:
+        directory.close()
+    return 0

@@ -1,0 +1,56 @@
+"""Snapshots on a disk that is full. Needs root, for a file system of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from resilience.checkpoint.flash import FlashCheckpoint
+from resilience.checkpoint.receipt import Level
+from resilience.checkpoint.storage import Directory
+from resilience.errors import SaveError
+from tests.checkpoint.conftest import saver_home
+
+__all__ = ["saver_home"]
+pytestmark = [pytest.mark.spawns, pytest.mark.root]
+MIB = 1 << 20
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 8 MiB."""
+    if os.getuid() != 0:
+        pytest.skip("mounting needs root: left out are full disks")
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(folder)], check=True)
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def state(mebibytes: int, value: float) -> dict[str, torch.Tensor]:
+    return {"x": torch.full((mebibytes * MIB // 4,), value)}
+
+
+def test_full_disk_fails_the_save_keeps_the_step_before_and_recovers_when_there_is_room(
+    small_disk: Path, saver_home: Path
+) -> None:
+    checkpoint = FlashCheckpoint(small_disk / "ck", disk_every=1, keep=2)
+    checkpoint.save_state(0, state(3, 0.0))
+    assert checkpoint.wait().level is Level.DURABLE
+    (small_disk / "other").write_bytes(bytes(3 * MIB))
+    checkpoint.save_state(1, state(3, 1.0))
+    with pytest.raises(SaveError, match=r"step 1 could not be written .*No space left"):
+        checkpoint.wait()
+    assert [item.manifest.step for item in Directory(small_disk / "ck").stored()] == [0]
+    assert not list((small_disk / "ck").glob(".partial*"))
+    assert torch.equal(checkpoint.load_state(1)["x"], state(3, 1.0)["x"]), "it is in memory"
+    (small_disk / "other").unlink()
+    checkpoint.save_state(2, state(3, 2.0))
+    assert checkpoint.wait().level is Level.DURABLE
+    checkpoint.close()
