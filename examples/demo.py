@@ -1,4 +1,5 @@
-"""What `make demo` shows: rank 1 is killed at step 30 and hangs at step 60. The job survives both and ends with its loss.
+"""What `make demo` shows: rank 1 is killed at step 30 and hangs at step 60. The job survives both, goes on from memory where it
+was, and ends with its loss.
 
 resilience run --nproc-per-node=2 --max-restarts=3 examples/demo.py FOLDER
 """
@@ -18,7 +19,6 @@ import resilience
 
 folder = Path(sys.argv[1])
 steps, batch, width = 100, 32, 64
-saved = folder / "checkpoint.pt"
 
 
 def strike(rank: int, step: int) -> None:
@@ -39,16 +39,12 @@ with resilience.section("setup"):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 1))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    start = 0
-    if saved.exists():
-        state = torch.load(saved)
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-        start = state["step"] + 1
-    if rank == 0:
-        print(f"training from step {start}", flush=True)
     wrapped = DistributedDataParallel(model)
     data = torch.randn(steps, batch, width)
+    checkpoint = resilience.FlashCheckpoint(folder / "checkpoints", model=wrapped, optimizer=optimizer, disk_every=50)
+    start = checkpoint.restore(allow_fresh_start=True)
+    if rank == 0:
+        print(f"training from step {start}", flush=True)
 
 with resilience.expect_heartbeats():
     for step in range(start, steps):
@@ -60,14 +56,12 @@ with resilience.expect_heartbeats():
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-        if rank == 0 and step % 10 == 9:
-            with resilience.section("save"):
-                state = {"step": step, "model": model.state_dict(), "optimizer": optimizer.state_dict()}
-                torch.save(state, saved.with_suffix(".partial"))
-                saved.with_suffix(".partial").rename(saved)
-                print(f"step {step}: loss {loss.item():.4f}, saved", flush=True)
+        checkpoint.save(step)
+        if rank == 0 and step % 30 == 29:
+            print(f"step {step}: loss {loss.item():.4f}", flush=True)
         resilience.heartbeat(step)
 
+checkpoint.close()
 if rank == 0:
     print(f"done: loss {loss.item():.4f} after {steps} steps", flush=True)
 dist.destroy_process_group()

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.jobs import Fleet, wait_for
+from tests.jobs import Fleet, children, command_line, job, wait_for
 
 ROOT = Path(__file__).parent.parent
 TRAIN = str(ROOT / "examples" / "train.py")
@@ -39,6 +39,30 @@ def test_the_example_learns_the_same_under_every_launcher(tmp_path: Path, ranks:
     with ThreadPoolExecutor() as pool:
         losses = set(pool.map(loss_of, commands))
     assert len(losses) == 1, losses
+
+
+def test_the_checkpoint_example_learns_the_same_under_every_launcher_and_with_a_kill(tmp_path: Path) -> None:
+    script = str(ROOT / "examples" / "checkpoint.py")
+    ours = [sys.executable, "-m", "resilience.run", "--max-restarts=3", "--nproc-per-node=2"]
+
+    def command(name: str, *words: str) -> list[str]:
+        return [*words, script, str(tmp_path / name)]
+
+    losses = [
+        loss_of(command("a", *ours, f"--ft-run-dir={tmp_path / 'run'}")),
+        loss_of(command("b", sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2")),
+    ]
+    assert losses[0] == losses[1]
+    alone = loss_of(command("c", sys.executable))
+    assert alone.endswith("on 1 ranks")
+    with job(tmp_path / "d", ours[3:], [script, str(tmp_path / "d" / "ck")]) as it:
+        ranks = wait_for(
+            lambda: [pid for pid in children(it.pid) if "checkpoint.py" in command_line(pid)], "the ranks to start"
+        )
+        wait_for((tmp_path / "d" / "ck").exists, "the first of them to be ready to save")
+        os.kill(ranks[0], signal.SIGKILL)
+        assert it.wait() == 0, it.log()
+        assert losses[0] in it.log()
 
 
 def test_the_preemption_example_stops_together_and_goes_on_where_it_stopped(tmp_path: Path) -> None:
