@@ -24,6 +24,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
+from itertools import chain
 from types import ModuleType
 from typing import Any
 
@@ -35,6 +36,7 @@ TENSOR, TENSOR_FORM, TUPLE, ORDERED, SET, FROZENSET, COMPLEX, LARGE, BYTEARRAY =
 DTYPE, DEVICE, SIZE, NUMPY, ENUM, NAMESPACE, DEFAULTDICT, DEQUE, CODEC, RANGE, COUNTER = range(10, 21)
 _FACTORIES: dict[str, Any] = {kind.__name__: kind for kind in (int, float, str, list, dict, set, tuple, bool)}
 _PLAIN = frozenset({type(None), bool, int, float, str, bytes})
+_BOXES, _MANY = frozenset({list, dict}), 32
 _NUMPY_TYPE = re.compile(r"[<>|][biufcmMSUV]\d{1,9}(\[\d{0,9}[A-Za-z]{1,2}\])?\Z")
 _MAX_DEPTH, _MAX_NESTED = 48, 100  # levels of a state; levels that are read: msgpack takes 45 KB of the stack for each
 _IN_DATA = (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RuntimeError, MemoryError)
@@ -83,13 +85,12 @@ class Shaper:
 
     def __init__(self, keep: Callable[[Any, str], Any | None]) -> None:
         self._keep = keep
-        self._kept = 0  # so many tensors and arrays up to now
-        self._depth = 0
+        self._kept = self._depth = 0  # so many tensors and arrays up to now; so many levels down
 
     def shape(self, node: Any, path: str) -> Any:
         """Return plain data that stands for ``node``."""
         kind = type(node)
-        if kind in _PLAIN:
+        if kind in _PLAIN or (kind in _BOXES and len(node) >= _MANY and _is_plain(node, _MAX_DEPTH - self._depth)):
             return node
         act, codec = _SHAPED.get(kind), _codecs.get(kind)
         if act is not None or codec is not None:
@@ -126,9 +127,7 @@ class Shaper:
         ]
 
     def _set(self, node: Any, path: str) -> Any:
-        return sorted(
-            (self.shape(value, f"{path}.<item>") for value in node), key=pack
-        )  # the same bytes for the same set
+        return sorted((self.shape(value, f"{path}.<item>") for value in node), key=pack)
 
     def _defaultdict(self, node: Any, path: str) -> Any:
         factory = node.default_factory
@@ -144,9 +143,7 @@ class Shaper:
         try:
             value = codec.encode(node)
         except Exception as error:  # somebody else's code: its error is told with the place
-            raise EncodingError(
-                f"{path}: the codec {codec.name!r} failed: {type(error).__name__}: {error}. Nothing was saved."
-            ) from error
+            raise EncodingError(f"{path}: the codec {codec.name!r} failed: {error!r}; nothing was saved.") from error
         before = self._kept
         shaped = self.shape(value, path)
         if self._kept == before:
@@ -195,6 +192,22 @@ def _of_enum(node: Any, path: str) -> Any | None:
     return Ext(ENUM, pack([kind.__module__, kind.__qualname__, name]))
 
 
+def _is_plain(node: Any, levels: int) -> bool:
+    """Whether there are only plain values, lists and dicts in it, within so many levels: then the packer can have it as it is.
+
+    Looks at a whole level at a time, which is several times faster than value by value. What is in two places is looked at once.
+    """
+    level: list[Any] = [node]
+    while level and levels:
+        dicts = [item for item in level if type(item) is dict]
+        values = chain((item for item in level if type(item) is list), map(dict.values, dicts))
+        inside = {id(value): value for value in chain.from_iterable(values) if type(value) not in _PLAIN}
+        level, levels = list(inside.values()), levels - 1
+        if not (_PLAIN.issuperset(map(type, chain.from_iterable(dicts))) and _BOXES.issuperset(map(type, level))):
+            return False
+    return not level
+
+
 def _of_torch(node: Any, path: str) -> Any | None:
     torch = sys.modules.get("torch")
     if torch is None:
@@ -215,9 +228,8 @@ def _of_numpy(node: Any, path: str) -> Any | None:
     elif not _NUMPY_TYPE.match(dtype.str) or numpy.dtype(dtype.str) != dtype:
         what = f"a numpy value of dtype {dtype}"
     else:
-        return Ext(
-            NUMPY, pack([dtype.str, shape, node.tobytes() if dtype.itemsize else b""])
-        )  # of "" numpy gives a NUL
+        raw = node.tobytes() if dtype.itemsize else b""  # numpy would give a NUL
+        return Ext(NUMPY, pack([dtype.str, shape, raw]))
     raise EncodingError(
         f"{path}: {what} can't be kept; nothing was saved. Keep a plain array, or say how with "
         f"resilience.checkpoint.encoding.register_codec({kind.__qualname__}, encode, decode)."
@@ -257,10 +269,7 @@ def shaped(node: Any, path: str, keep: Callable[[Any, str], Any | None]) -> Any:
 
 
 def decode(data: bytes | memoryview, tensor: Callable[[str, list[Any]], Any]) -> Any:
-    """Return the state that :func:`encode` was given. ``tensor(name, form)`` gives the tensors: ``form`` is empty for a plain one.
-
-    Raises :class:`DecodingError` for anything that is not of this form.
-    """
+    """Return what :func:`encode` was given, or raise :class:`DecodingError`. ``tensor(name, form)`` gives the tensors."""
     try:
         return _unpack(data, tensor, 0)
     except _IN_DATA as error:
@@ -339,9 +348,7 @@ def _enum(value: Any) -> Any:
     module, qualname, member = value
     found = _enum_class(module, qualname)
     if not issubclass(type(found), type(Enum)) or member not in found.__members__:
-        raise DecodingError(
-            f"enum member {module}.{qualname}.{member} is not known here: import its module before you restore"
-        )
+        raise DecodingError(f"enum member {module}.{qualname}.{member} is not known here: import it before you restore")
     return found.__members__[member]
 
 
@@ -369,11 +376,6 @@ def _namespace(value: Any) -> argparse.Namespace:
     return made
 
 
-def _default_dict(value: Any) -> Any:
-    factory, pairs = value
-    return defaultdict(None if factory is None else _FACTORIES[factory], pairs)
-
-
 _RAW: dict[int, Callable[[bytes], Any]] = {
     LARGE: lambda data: int(data, 16),
     BYTEARRAY: bytearray,
@@ -390,7 +392,7 @@ _FROM_VALUE: dict[int, Callable[[Any], Any]] = {
     NUMPY: _numpy_value,
     ENUM: _enum,
     NAMESPACE: _namespace,
-    DEFAULTDICT: _default_dict,
+    DEFAULTDICT: lambda value: defaultdict(None if value[0] is None else _FACTORIES[value[0]], value[1]),
     DEQUE: lambda value: deque(value[1], value[0]),
     CODEC: lambda value: from_codec(*value),
     RANGE: lambda value: range(*value),

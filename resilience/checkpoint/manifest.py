@@ -82,7 +82,7 @@ class Manifest:
                 raise ManifestError("it has no format version")
             if version > VERSION:
                 raise ManifestError(f"it has format version {version}; this program reads up to {VERSION}")
-            shards, values = (tuple(_file(item) for item in found.pop(part)) for part in ("shards", "values"))
+            shards, values = _files(found.pop("shards")), _files(found.pop("values"))
             manifest = cls(shards=shards, values=values, **found)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ManifestError(f"it can't be read: {type(error).__name__}: {error}") from error
@@ -105,6 +105,12 @@ class Manifest:
         names = [NAME, *(file.name for file in (*self.shards, *self.values))]
         if len(set(names)) != len(names):
             raise ManifestError("it lists a file twice")
+
+
+def _files(items: Any) -> tuple[File, ...]:
+    if not isinstance(items, list):
+        raise ManifestError("it has no list of files where there should be one")
+    return tuple(_file(item) for item in items)
 
 
 def _file(item: dict[str, Any]) -> File:

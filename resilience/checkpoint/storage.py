@@ -25,6 +25,7 @@ from pathlib import Path
 
 from resilience.checkpoint import digest, manifest
 from resilience.checkpoint.manifest import File, Manifest, ManifestError
+from resilience.checkpoint.schedule import Every
 from resilience.errors import CheckpointError
 
 _STEP = re.compile(r"step-(\d+)(\.\d+)?\Z")
@@ -133,9 +134,8 @@ class Directory:
 
         The name goes first: what is half removed is no checkpoint any more, and is swept by the next job.
         """
-        gone = [
-            item for item in self.stored()[max(1, keep) :] if not (keep_every and item.manifest.step % keep_every == 0)
-        ]
+        for_good = Every(steps=keep_every)
+        gone = [item for item in self.stored()[max(1, keep) :] if not for_good.has(item.manifest.step)]
         for item in gone:
             leaving = self.path / f"{_PARTIAL}gone-{item.path.name}"
             shutil.rmtree(leaving, ignore_errors=True)

@@ -1,0 +1,394 @@
+"""Checkpoints in a directory: the right bytes, one job at a time, and nothing listed that is not whole."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from resilience.checkpoint import digest, manifest, storage
+from resilience.checkpoint.manifest import Manifest, ManifestError
+from resilience.checkpoint.storage import Directory, DirectoryInUse, Stored
+
+REPO = Path(storage.__file__).parents[2]
+BLOCK = 4096
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Iterator[Directory]:
+    made = Directory(tmp_path / "checkpoints")
+    made.claim("this-test")
+    yield made
+    made.close()
+
+
+def memory(nbytes: int, seed: int = 0) -> memoryview:
+    """Random bytes at the beginning of a page, as those of a slot are."""
+    room = mmap.mmap(-1, max(nbytes, 1))
+    room[:nbytes] = random.Random(seed).randbytes(nbytes)
+    return memoryview(room)[:nbytes]
+
+
+def write(directory: Directory, step: int, generation: int = 1, created: float = 1.0) -> Path:
+    """Write a small checkpoint of two ranks; return where it is."""
+    before = set(directory.path.iterdir())
+    with directory.new(step) as folder:
+        shard = storage.write_file(folder / "rank-00000.safetensors", 0, b"h" * BLOCK, memory(5000, step))
+        names = [(rank, folder / f"rank-{rank:05d}.values") for rank in range(2)]
+        values = [storage.write_file(name, rank, b"", memoryview(b"values")) for rank, name in names]
+        storage.write_manifest(folder, Manifest(step, generation, 0, 2, created, (shard,), tuple(values)))
+    (path,) = set(directory.path.iterdir()) - before
+    return path
+
+
+def keys(found: list[Stored]) -> list[tuple[int, int]]:
+    return [item.manifest.key for item in found]
+
+
+# -- files --------------------------------------------------------------------------------------------------------------
+
+EDGES = [0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 4 * BLOCK - 1, 4 * BLOCK, 4 * BLOCK + 1, 9 * BLOCK + 7]
+
+
+def check_file(path: Path, head: bytes, data: memoryview) -> None:
+    """Write a file and look whether it is what it should be, and described as what it is."""
+    seen: list[int] = []
+    file = storage.write_file(path, 3, head, data, progress=seen.append)
+    assert path.read_bytes() == head + bytes(data)
+    assert (file.name, file.rank, file.nbytes, file.head) == (path.name, 3, len(head) + len(data), len(head))
+    of_head = [digest.digest(head)] if head else []
+    assert list(file.digests) == of_head + digest.digests(data, file.chunk)
+    assert sum(seen) == len(data)
+    assert storage.write_file(path, 3, head, data, digests=file.digests[len(of_head) :]) == file
+
+
+@pytest.mark.parametrize("head", [0, BLOCK, 2 * BLOCK, 100])
+@pytest.mark.parametrize("nbytes", EDGES)
+def test_file_has_the_right_bytes_and_digests_around_blocks_and_chunks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nbytes: int, head: int
+) -> None:
+    monkeypatch.setattr(digest, "_CHUNK", 4 * BLOCK)
+    (tmp_path / "file").write_bytes(b"of an earlier try" * 10_000)
+    check_file(tmp_path / "file", b"h" * head, memory(nbytes))
+
+
+@pytest.mark.parametrize("more", [-1, 0, 1])
+def test_file_of_a_whole_chunk_and_a_byte_more_or_less_is_right(tmp_path: Path, more: int) -> None:
+    data = memory((16 << 20) + more)
+    check_file(tmp_path / "file", b"h" * BLOCK, data)
+    assert (tmp_path / "file").stat().st_mode & 0o777 == 0o600  # nobody else's business
+
+
+@pytest.mark.parametrize("offset", [1, 8, 512])
+def test_memory_at_an_odd_address_is_written_all_the_same(tmp_path: Path, offset: int) -> None:
+    check_file(tmp_path / "file", b"", memory(9 * BLOCK)[offset:])
+
+
+@pytest.mark.parametrize("at", ["open", "pwrite"])
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.EOPNOTSUPP])
+def test_file_system_that_refuses_direct_writes_is_written_through_the_page_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str, number: int
+) -> None:
+    real_open, real_pwrite = os.open, os.pwrite
+    refused: list[str] = []
+
+    def open_(path: Any, flags: int, *args: Any) -> int:
+        if flags & os.O_DIRECT and at == "open":
+            refused.append(at)
+            raise OSError(number, os.strerror(number))
+        return real_open(path, flags & ~os.O_DIRECT, *args)
+
+    def pwrite(fd: int, data: Any, offset: int) -> int:
+        if at == "pwrite" and not refused:
+            refused.append(at)
+            real_pwrite(fd, b"half", offset)
+            raise OSError(number, os.strerror(number))
+        return real_pwrite(fd, data, offset)
+
+    monkeypatch.setattr(os, "open", open_)
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    check_file(tmp_path / "file", b"", memory(9 * BLOCK + 7))
+    assert refused
+
+
+def test_data_behind_a_header_is_written_past_the_page_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    try:
+        os.close(os.open(tmp_path / "probe", os.O_WRONLY | os.O_CREAT | os.O_DIRECT))
+    except OSError:
+        pytest.skip("the file system has no direct writes: left out is that they are used")
+    real, direct = os.pwrite, []
+
+    def pwrite(fd: int, data: Any, offset: int) -> int:
+        wrote = real(fd, data, offset)
+        if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+            direct.append((offset, wrote))
+        return wrote
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    storage.write_file(tmp_path / "file", 0, b"h" * BLOCK, memory(9 * BLOCK + 7))
+    assert direct == [(BLOCK, 9 * BLOCK)]
+
+
+@pytest.mark.skipif(
+    not Path("/dev/full").exists(), reason="no /dev/full: left out is a disk that is full from the start"
+)
+def test_full_disk_raises_and_leaves_nothing_behind(directory: Directory) -> None:
+    with pytest.raises(OSError) as caught, directory.new(5) as folder:
+        (folder / "rank-00000.values").symlink_to("/dev/full")
+        storage.write_file(folder / "rank-00000.values", 0, b"", memory(2 * BLOCK + 5))
+    assert caught.value.errno == errno.ENOSPC
+    assert [path.name for path in directory.path.iterdir()] == [".lock"]
+
+
+_LIMITED = """
+import mmap, resource, sys
+from pathlib import Path
+from resilience.checkpoint import storage
+resource.setrlimit(resource.RLIMIT_FSIZE, (64 * 1024, 64 * 1024))
+directory = storage.Directory(Path(sys.argv[1]))
+directory.claim("limited")
+try:
+    with directory.new(5) as folder:
+        storage.write_file(folder / "rank-00000.values", 0, b"h" * 4096, memoryview(mmap.mmap(-1, 1 << 20)))
+except OSError as error:
+    sys.exit(error.errno)
+"""
+
+
+@pytest.mark.spawns
+def test_file_that_may_not_grow_raises_in_the_middle_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", _LIMITED, str(tmp_path)], cwd=REPO, timeout=60, check=False)
+    assert done.returncode == errno.EFBIG
+    assert [path.name for path in tmp_path.iterdir()] == [".lock"]
+
+
+def test_error_in_the_block_leaves_nothing_behind(directory: Directory) -> None:
+    with pytest.raises(KeyboardInterrupt), directory.new(5) as folder:
+        (folder / "half").write_bytes(b"half")
+        raise KeyboardInterrupt
+    assert [path.name for path in directory.path.iterdir()] == [".lock"]
+
+
+def test_free_bytes_are_those_of_the_nearest_folder_that_is_there(tmp_path: Path) -> None:
+    found = os.statvfs(tmp_path)
+    free = storage.free_bytes(tmp_path / "not" / "there")
+    assert abs(free - found.f_bavail * found.f_frsize) < 1 << 30
+
+
+# -- one job at a time ----------------------------------------------------------------------------------------------------
+
+_HOLD = """
+import sys
+from pathlib import Path
+from resilience.checkpoint.storage import Directory
+directory = Directory(Path(sys.argv[1]))
+directory.claim("the-other-job")
+print("claimed", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.spawns
+def test_second_job_is_refused_in_words_until_the_first_is_killed(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", _HOLD, str(tmp_path)]
+    holder = subprocess.Popen(command, cwd=REPO, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert holder.stdin is not None
+    assert holder.stdout is not None
+    try:
+        assert holder.stdout.readline() == b"claimed\n"
+        second = Directory(tmp_path)
+        with pytest.raises(DirectoryInUse, match="another job writes its checkpoints here") as caught:
+            second.claim("this-job")
+        assert str(tmp_path) in str(caught.value)
+        assert "the-other-job" in str(caught.value)
+        assert str(holder.pid) in str(caught.value)
+        holder.send_signal(signal.SIGKILL)
+        holder.wait(60)
+        second.claim("this-job")
+        assert b"this-job" in (tmp_path / ".lock").read_bytes()
+        second.close()
+    finally:
+        holder.kill()
+        holder.wait()
+        holder.stdin.close()
+        holder.stdout.close()
+
+
+def test_directory_is_let_go_by_closing_and_may_be_claimed_again(directory: Directory) -> None:
+    other = Directory(directory.path)
+    with pytest.raises(DirectoryInUse, match="this-test"):
+        other.claim("other")
+    directory.claim("again")  # it is ours already
+    directory.close()
+    directory.close()
+    other.claim("other")
+    other.close()
+
+
+def test_what_an_earlier_job_left_half_done_is_swept(directory: Directory) -> None:
+    path = write(directory, 1)
+    directory.close()
+    for name in (".partial-00000002", ".partial-gone-step-00000000"):
+        (directory.path / name).mkdir()
+        (directory.path / name / "rank-00000.values").write_bytes(b"half")
+    assert keys(directory.stored()) == [(1, 1)]
+    directory.claim("next")
+    assert {item.name for item in directory.path.iterdir()} == {".lock", path.name}
+
+
+def test_full_disk_does_not_keep_a_job_from_claiming(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def pwrite(fd: int, data: bytes, at: int) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    first, second = Directory(tmp_path), Directory(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", pwrite)
+        first.claim("first")
+    with pytest.raises(DirectoryInUse, match="unknown"):
+        second.claim("second")
+    first.close()
+
+
+# -- what is listed -------------------------------------------------------------------------------------------------------
+
+
+def test_checkpoints_are_listed_newest_first_by_generation_then_step(directory: Directory) -> None:
+    for generation, step in ((1, 100), (2, 7), (1, 9), (2, 30), (1, 1000)):
+        write(directory, step, generation)
+    assert keys(directory.stored()) == [(2, 30), (2, 7), (1, 1000), (1, 100), (1, 9)]
+
+
+def test_directory_that_is_not_there_holds_nothing(tmp_path: Path) -> None:
+    assert Directory(tmp_path / "absent").stored() == []
+
+
+def test_same_step_written_again_gets_a_name_of_its_own_and_the_later_one_is_newer(directory: Directory) -> None:
+    names = [write(directory, 7, generation, created).name for generation, created in ((1, 1.0), (1, 3.0), (1, 2.0))]
+    assert names == ["step-00000007", "step-00000007.2", "step-00000007.3"]
+    assert [item.manifest.created for item in directory.stored()] == [3.0, 2.0, 1.0]
+    write(directory, 7, generation=2)
+    assert keys(directory.stored()) == [(2, 7), (1, 7), (1, 7), (1, 7)]
+
+
+def unlist(path: Path, how: str) -> None:
+    """Damage a checkpoint."""
+    shard, contents = path / "rank-00000.safetensors", path / manifest.NAME
+    if how == "no manifest":
+        contents.unlink()
+    elif how == "missing file":
+        shard.unlink()
+    elif how == "wrong size":
+        os.truncate(shard, shard.stat().st_size - 1)
+    elif how == "damaged manifest":
+        contents.write_bytes(contents.read_bytes().replace(b'"step": 2', b'"step": 3'))
+    elif how == "empty manifest":
+        contents.write_bytes(b"")
+    elif how == "manifest is a folder":
+        contents.unlink()
+        contents.mkdir()
+    else:
+        shutil.rmtree(path)
+        path.write_bytes(b"a file in its place")
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("no manifest", "there is no manifest: it was never finished"),
+        ("missing file", "rank-00000.safetensors is missing"),
+        ("wrong size", "rank-00000.safetensors has 9095 bytes, not 9096"),
+        ("damaged manifest", "its digest is wrong"),
+        ("empty manifest", "its digest is wrong"),
+        ("manifest is a folder", "Is a directory"),
+        ("a file", "Not a directory"),
+    ],
+)
+def test_checkpoint_that_is_not_whole_is_left_out_and_named(directory: Directory, how: str, said: str) -> None:
+    write(directory, 1)
+    path = write(directory, 2)
+    unlist(path, how)
+    complaints: list[str] = []
+    assert keys(directory.stored(complaints.append)) == [(1, 1)]
+    (text,) = complaints
+    assert text.startswith(f"{path}: ")
+    assert said in text
+    assert text.endswith("It is left out.")
+    with pytest.raises((ManifestError, OSError)):
+        storage.read_manifest(path)
+
+
+def test_checkpoint_that_was_set_aside_is_left_out_with_the_reason_and_stays_on_disk(directory: Directory) -> None:
+    write(directory, 1)
+    path = write(directory, 2)
+    directory.set_aside(directory.stored()[0], "two restarts failed from it")
+    complaints: list[str] = []
+    assert keys(directory.stored(complaints.append)) == [(1, 1)]
+    assert complaints == [f"{path}: it was set aside: two restarts failed from it. It is left out."]
+    assert directory.prune(1) == []
+    assert storage.read_manifest(path).step == 2
+
+
+# -- what is kept ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("keep", "keep_every", "left"),
+    [
+        (1, 0, [59]),
+        (2, 0, [59, 49]),
+        (0, 0, [59]),  # never the last one
+        (-3, 0, [59]),
+        (9, 0, [59, 49, 39, 29, 19, 9]),
+        (1, 20, [59, 39, 19]),  # steps are counted from 0: the 20th is 19
+        (2, 30, [59, 49, 29]),
+    ],
+)
+def test_pruning_keeps_the_newest_and_every_so_many_steps_for_good(
+    directory: Directory, keep: int, keep_every: int, left: list[int]
+) -> None:
+    for step in range(9, 60, 10):
+        write(directory, step)
+    gone = directory.prune(keep, keep_every)
+    assert [item.manifest.step for item in directory.stored()] == left
+    assert {item.manifest.step for item in gone} == set(range(9, 60, 10)) - set(left)
+    assert len(list(directory.path.iterdir())) == len(left) + 1  # and the lock
+
+
+def test_pruning_counts_whole_checkpoints_only(directory: Directory) -> None:
+    for step in (1, 2, 3):
+        write(directory, step)
+    unlist(directory.path / "step-00000003", "wrong size")
+    assert [item.manifest.step for item in directory.prune(1)] == [1]
+    assert keys(directory.stored()) == [(1, 2)]
+
+
+def test_crash_while_pruning_leaves_nothing_that_is_listed_and_the_next_job_sweeps_it(
+    directory: Directory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (1, 2):
+        write(directory, step)
+
+    def crash(path: Path, ignore_errors: bool = False) -> None:
+        if path.exists():
+            raise SystemExit("killed")
+
+    with monkeypatch.context() as patch, pytest.raises(SystemExit):
+        patch.setattr(shutil, "rmtree", crash)
+        directory.prune(1)
+    complaints: list[str] = []
+    assert keys(directory.stored(complaints.append)) == [(1, 2)]
+    assert complaints == []
+    directory.close()
+    directory.claim("next")
+    assert {path.name for path in directory.path.iterdir()} == {".lock", "step-00000002"}
