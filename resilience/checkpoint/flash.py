@@ -7,8 +7,6 @@
         checkpoint.save(step)
 
 Rule: ``save`` copies and returns; it talks to nobody. Whatever is rare (coming, restoring, leaving) has a deadline.
-
-Hazard: after ``fork`` a child must not save: the slots are not mapped there.
 """
 
 from __future__ import annotations
@@ -262,7 +260,7 @@ class FlashCheckpoint:
         def load(opened: Opened) -> None:
             load_parts(parts, opened, strict and not weights_only)
 
-        found = self._agree(step, load)
+        found = self._agree(step, load, allow_fresh_start)
         if found is None:
             self._nothing(step, allow_fresh_start)
             return 0
@@ -279,8 +277,21 @@ class FlashCheckpoint:
             self._nothing(step, allowed=False)
         return states[0]
 
-    def _agree(self, step: int | None, load: Callable[[Opened], None]) -> int | None:
-        return agree(self._link, self._place, self.directory, step=step, load=load, timeout=self._restore_timeout)
+    def _agree(self, step: int | None, load: Callable[[Opened], None], fresh: bool = False) -> int | None:
+        return agree(
+            self._link,
+            self._place,
+            self.directory,
+            step=step,
+            fresh=fresh,
+            load=load,
+            begin=self._begin,
+            timeout=self._restore_timeout,
+        )
+
+    def _begin(self, generation: int) -> None:
+        self._link.generation = generation
+        self._stager.begin(generation)
 
     def _nothing(self, step: int | None, allowed: bool) -> None:
         which = "no checkpoint" if step is None else f"no checkpoint of step {step}"

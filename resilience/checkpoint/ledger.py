@@ -181,6 +181,10 @@ class Ledger:
         self.words[_ROWS + seal.slot * _ROW + S_LEASE] = seal.serial
         fence()
 
+    def is_leased(self, seal: Seal) -> bool:
+        """Whether a slot is leased for this seal, by this saver or one before it."""
+        return self.words[_ROWS + seal.slot * _ROW + S_LEASE] == seal.serial
+
     def release(self, seal: Seal) -> None:
         """Let a slot go, if it is this seal that it is leased for."""
         fence()

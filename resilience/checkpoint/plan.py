@@ -9,8 +9,10 @@ NAME.PART for each), ``["codec", codec, value]``.
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import groupby
@@ -280,6 +282,19 @@ def view_of(memory: torch.Tensor, piece: Piece) -> torch.Tensor:
     return raw.view(DTYPES[piece.dtype]).view(piece.shape)
 
 
+@contextlib.contextmanager
+def _without_collector() -> Iterator[None]:
+    """Keep the garbage collector out: very many small objects that all stay would set it off again and again."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+@_without_collector()
 def make_plan(state: Collected, local_rank: int, local_world: int) -> Plan:
     """Make the plan for a state: shared tensors are divided over the ranks of the node."""
     shared = [index for index, owner in enumerate(state.owners) if owner == SHARED]

@@ -29,13 +29,23 @@ class MisfitError(CheckpointError):
 
 
 def agree(
-    link: Link, place: Place, directory: Path, *, step: int | None, load: Callable[[Opened], None], timeout: float
+    link: Link,
+    place: Place,
+    directory: Path,
+    *,
+    step: int | None,
+    fresh: bool,
+    load: Callable[[Opened], None],
+    begin: Callable[[int], None],
+    timeout: float,
 ) -> int | None:
     """Load the newest snapshot that all ranks can reach (or that of ``step``); return its step, or ``None`` if there is none.
 
+    ``fresh``: begin anew if there is none. ``begin`` is told the generation that what is saved from now on belongs to.
     Raises ``NothingToRestore`` if there are some and all of them are bad, ``MisfitError`` if they do not fit.
     """
-    answer, fds = link.ask({"op": "restore", "step": step, "timeout": timeout}, timeout=timeout + 10)
+    question = {"op": "restore", "step": step, "fresh": fresh, "timeout": timeout}
+    answer, fds = link.ask(question, timeout=timeout + 10)
     misfit = ""
     while answer.get("found"):
         began, chosen = time.monotonic(), answer
@@ -54,6 +64,7 @@ def agree(
             _LOG.info(
                 "step %s restored from %s in %.2f s (rank %s).", chosen["step"], chosen["found"], took, place.rank
             )
+            begin(int(answer["generation"]))
             return int(chosen["step"])
     if misfit:
         raise MisfitError(f"{misfit} (rank {place.rank}). Training can't go on from it; strict=False loads what fits.")
@@ -61,6 +72,8 @@ def agree(
         raise NothingToRestore(
             f"every checkpoint in {directory} is bad: {'; '.join(answer['problems'])}. Nothing can be restored."
         )
+    if fresh and step is None:
+        begin(int(answer["generation"]))
     return None
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
+import weakref
 
 import torch
 
@@ -28,6 +30,19 @@ from resilience.checkpoint.shards import aligned
 _LOG = logging.getLogger("resilience.checkpoint")
 
 
+_alive: weakref.WeakSet[Stager] = weakref.WeakSet()
+
+
+def _in_child() -> None:
+    for stager in list(_alive):
+        with contextlib.suppress(OSError):
+            stager.forget()
+    _alive.clear()
+
+
+os.register_at_fork(after_in_child=_in_child)
+
+
 class Stager:
     """The slots of this rank, and what is in them."""
 
@@ -41,9 +56,22 @@ class Stager:
         self._headers: dict[int, int] = {}  # by slot: the plan whose header stands in it
         self.receipts: dict[int, Receipt] = {}  # by slot
         words = ledger.words
-        words[L_GENERATION], words[L_CYCLE], words[L_PID] = generation, place.cycle, os.getpid()
-        words[L_RANK], words[L_WORLD], words[L_ATTEMPT] = place.rank, place.world, 0
+        words[L_RANK], words[L_WORLD], words[L_CYCLE], words[L_PID] = place.rank, place.world, place.cycle, os.getpid()
+        self.begin(generation)
+        _alive.add(self)
+
+    def begin(self, generation: int) -> None:
+        """Begin a generation: nothing was tried in it yet."""
+        self._generation = generation
+        self.ledger.words[L_ATTEMPT] = 0
         fence()
+        self.ledger.words[L_GENERATION] = generation
+        fence()
+
+    def forget(self) -> None:
+        """Let go of the descriptors in a forked child: loader workers must not keep the memory. The mappings are gone already."""
+        for fd in (self.ledger.fd, *(slot.fd for slot in self._slots)):
+            os.close(fd)
 
     def deposit(self, link: Link) -> None:
         """Give the memory to a saver that does not have it."""
@@ -83,6 +111,7 @@ class Stager:
 
     def close(self) -> None:
         """Let go of the memory; the saver has it."""
+        _alive.discard(self)
         for receipt in self.receipts.values():
             receipt.settle()
         self._targets.clear()

@@ -87,6 +87,8 @@ class Module:
         rest = {}
         for key, value in tree.items():
             tensor = live.get(key)
+            if isinstance(value, Ref) and isinstance(tensor, torch.Tensor) and value.differs(key, tensor, source):
+                continue  # was said; without ``strict`` it stays as it is
             in_place = plain and isinstance(value, Ref) and tensor is not None and id(tensor) in own
             if in_place and value.plain:
                 source.copy_into(value.name, tensor)

@@ -239,6 +239,41 @@ def test_missing_and_unexpected_parts_are_named_and_can_be_allowed(home: Path) -
         assert checkpoint.restore(strict=False) == 2
 
 
+def test_tensor_of_another_shape_is_left_as_it_is_without_strict(home: Path, caplog: pytest.LogCaptureFixture) -> None:
+    first, other = nn.Linear(3, 3), nn.Linear(3, 4)
+    with FlashCheckpoint(home, model=first, disk_every=None) as checkpoint:
+        checkpoint.save(1)
+    before = other.weight.detach().clone()
+    with FlashCheckpoint(home, model=other, disk_every=None) as checkpoint:
+        assert checkpoint.restore(strict=False) == 2
+    assert torch.equal(other.weight, before)
+    assert "model.weight" in caplog.text
+
+
+def test_empty_tensors_alone_survive_on_disk(home: Path) -> None:
+    checkpoint = FlashCheckpoint(home, disk_every=1)
+    checkpoint.save_state(0, {"nothing": torch.empty(0, 5, dtype=torch.int8)})
+    checkpoint.close()
+    again = FlashCheckpoint(home)
+    assert again.load_state()["nothing"].shape == (0, 5)
+    again.close()
+
+
+def test_restored_process_begins_anew_and_old_attempts_do_not_count(home: Path) -> None:
+    """Going back within one process: what is saved again at the same steps is new, not what was there before."""
+    checkpoint = FlashCheckpoint(home, disk_every=None)
+    for step in range(4):
+        checkpoint.save_state(step, {"x": step})
+        checkpoint.wait(level=Level.COMPLETE)
+    assert checkpoint.load_state(2) == {"x": 2}
+    for step in (3, 4):
+        assert checkpoint.wait(level=Level.COMPLETE) is not None
+        checkpoint.save_state(step, {"x": -step})
+        assert checkpoint.wait(step, Level.COMPLETE).level is Level.COMPLETE
+    assert checkpoint.load_state() == {"x": -4}
+    checkpoint.close()
+
+
 def test_weights_alone_can_be_restored(home: Path) -> None:
     training = Training()
     training.step()

@@ -19,6 +19,7 @@ from resilience.checkpoint.decisions import Key, RankView
 from resilience.checkpoint.ledger import (
     L_ALIVE,
     L_ATTEMPT,
+    L_COMPLETE,
     L_FAILURES,
     L_GENERATION,
     L_SERIAL,
@@ -51,6 +52,10 @@ class Member:
         """Return its sealed snapshots."""
         return {seal.key: seal for seal in self.ledger.seals()}
 
+    def usable(self, world: int) -> dict[Key, Seal]:
+        """Return its snapshots that can be combined with those of the other ranks."""
+        return {key: seal for key, seal in self.seals().items() if seal.world == world and seal.decision != VOID}
+
     def fds(self) -> tuple[int, ...]:
         """Return the descriptors of its memory, to be handed on."""
         return (self.ledger.fd, *(slot.fd for slot in self.slots))
@@ -62,11 +67,12 @@ class Member:
             slot.close()
 
 
-def view(member: Member) -> RankView:
-    """Read what a rank's ledger says: what it tried first, then what it sealed, so that no seal is missed."""
+def view(member: Member, world: int) -> RankView:
+    """Read what a rank's ledger says: what it tried first, then what it sealed, so that no seal is missed. What was sealed in a
+    world of another size, or is void, does not count any more."""
     generation, attempt = member.ledger.words[L_GENERATION], member.ledger.words[L_ATTEMPT]
     fence()
-    return RankView(generation, attempt, [seal.key for seal in member.ledger.seals()], member.gone)
+    return RankView(generation, attempt, list(member.usable(world)), member.gone)
 
 
 @dataclass(frozen=True)
@@ -113,6 +119,8 @@ class Book:
         )  # the first one is due at once where its cost is unknown
         self.write_s = 0.0  # how long the last write took
         self._ordered_at = 0.0
+        self._retired: list[Member] = []
+        self._inherited = False
         self._signs: list[tuple[int, ...]] = []
         self._complained: set[str] = set()
 
@@ -129,12 +137,16 @@ class Book:
         came_again = member is not None and member.cycle == cycle and member.pid not in (0, pid)
         if cycle == self.cycle and not came_again:
             return
-        known = [member.ledger.words[L_GENERATION] for member in self.members.values()]
-        stored = [item.manifest.generation for item in self.directory.stored(self.complain)]
-        self.generation = max([0, self.generation, *known, *stored]) + 1
+        self.new_generation()
         self.cycle, self.world = cycle, world
         for other in self.members.values():  # of a cycle without numbers: they will come again too
             other.cycle = min(other.cycle, cycle - 1)
+
+    def new_generation(self) -> None:
+        """Begin anew: what is sealed from now on never combines with what was sealed before."""
+        known = [member.ledger.words[L_GENERATION] for member in self.members.values()]
+        stored = [item.manifest.generation for item in self.directory.stored(self.complain)]
+        self.generation = max([0, self.generation, *known, *stored]) + 1
 
     def take_over(self) -> None:
         """Go on where another saver was: the ledgers know the generation."""
@@ -145,8 +157,10 @@ class Book:
         """Take in a rank's memory."""
         before = self.members.get(member.rank)
         if before is not None:
-            before.close()
+            self._retired.append(before)  # the clerk may still read it
+            self.digests = {key: known for key, known in self.digests.items() if key[0] != member.rank}
         self.members[member.rank] = member
+        self._inherited = True
 
     # -- decisions --------------------------------------------------------------------------------------------------
 
@@ -159,7 +173,10 @@ class Book:
         if signs == self._signs:
             return  # nobody has done anything since the last look
         self._signs = signs
-        views = {rank: view(member) for rank, member in self.members.items() if rank < self.world}
+        if self._inherited and len(self.members) >= self.world:
+            self._inherited = False
+            self._take_over_leases()
+        views = {rank: view(member, self.world) for rank, member in self.members.items() if rank < self.world}
         pending = {
             seal.key for member in self.members.values() for seal in member.ledger.seals() if seal.decision == PENDING
         }
@@ -169,6 +186,24 @@ class Book:
                 self._complete(key)
             elif decision == VOID:
                 self._void(key)
+
+    def _take_over_leases(self) -> None:
+        """Finish what an earlier saver began: what it had leased, or was still to write, is written; or let go."""
+        for member in self.members.values():
+            for seal in member.ledger.seals():
+                wanted = member.ledger.is_leased(seal) or (seal.on_disk and seal.decision == COMPLETE)
+                if not wanted or seal.is_durable or seal.key in self.writing:
+                    continue
+                snapshot = self.snapshot(seal.key)
+                if snapshot is not None and all(self._is_held(rank, it) for rank, it in snapshot.seals.items()):
+                    self.order(snapshot)
+                else:
+                    member.ledger.release(seal)
+
+    def _is_held(self, rank: int, seal: Seal) -> bool:
+        """Whether a rank can't overwrite a slot before it is leased: it is already, or holds W or newer."""
+        ledger = self.members[rank].ledger
+        return ledger.is_leased(seal) or seal.serial >= ledger.words[L_COMPLETE]
 
     def _void(self, key: Key) -> None:
         for member in self.members.values():
@@ -205,17 +240,13 @@ class Book:
 
     def snapshot(self, key: Key) -> Snapshot | None:
         """Return a snapshot if every rank of this node has it."""
-        seals = {rank: member.seals().get(key) for rank, member in self.members.items() if rank < self.world}
+        seals = {rank: member.usable(self.world).get(key) for rank, member in self.members.items() if rank < self.world}
         found = {rank: seal for rank, seal in seals.items() if seal is not None}
         return Snapshot(key, found, self.cycle, self.world) if found and len(found) == len(seals) else None
 
     def restorable(self) -> list[Key]:
         """Return the snapshots in memory that all ranks have sealed, newest first."""
-        seals = {
-            rank: [seal.key for seal in member.ledger.seals() if seal.world == self.world]
-            for rank, member in self.members.items()
-            if rank < self.world
-        }
+        seals = {rank: list(member.usable(self.world)) for rank, member in self.members.items() if rank < self.world}
         return decisions.restorable(seals, self.world)
 
     def newest(self) -> Snapshot | None:
@@ -320,8 +351,8 @@ class Book:
 
     def close(self) -> None:
         """Let go of all memory."""
-        for member in self.members.values():
+        for member in (*self.members.values(), *self._retired):
             with contextlib.suppress(OSError):
                 member.close()
-        self.members = {}
+        self.members, self._retired = {}, []
         self.directory.close()

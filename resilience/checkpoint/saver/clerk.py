@@ -87,10 +87,9 @@ def persist(job: Job) -> Manifest:
     with job.directory.new(step) as folder:
         for rank, seal in sorted(job.seals.items()):
             header, data, encoded = parts_of(job.slots[rank], seal)
-            if seal.data:
-                name = folder / f"rank-{rank:05d}.safetensors"
-                known = job.digests.get(rank, ())
-                shards.append(storage.write_file(name, rank, bytes(header), data, digests=known))
+            name = folder / f"rank-{rank:05d}.safetensors"
+            known = job.digests.get(rank, ())
+            shards.append(storage.write_file(name, rank, bytes(header), data, digests=known))
             values.append(storage.write_file(folder / f"rank-{rank:05d}.values", rank, b"", encoded))
         contents = Manifest(
             step, job.key[0], job.cycle, job.world, time.time(), tuple(shards), tuple(values), dict(job.facts)

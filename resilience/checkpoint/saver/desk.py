@@ -46,6 +46,7 @@ class Meeting:
     round: Round
     deadline: float
     callers: dict[int, Caller] = field(default_factory=dict)
+    fresh: bool = True  # all ranks would begin afresh if there is nothing
 
 
 class Desk:
@@ -182,6 +183,7 @@ class Desk:
             self._meetings[id(book)] = meeting
         step = message.get("step")
         meeting.round.asked[caller.rank] = None if step is None else int(step)
+        meeting.fresh = meeting.fresh and bool(message.get("fresh"))
         meeting.callers[caller.rank] = caller
         if meeting.round.all_asked():
             self._choose(book, meeting)
@@ -193,15 +195,18 @@ class Desk:
             self._end(book, meeting, {"error": f"ranks ask for different steps: {meeting.round.asked}"})
             return
         in_memory = book.restorable()
-        stored = {item.manifest.key: item for item in book.directory.stored(book.complain)}
+        stored = {item.manifest.key: item for item in reversed(book.directory.stored(book.complain))}
         (step,) = wanted
         found = restoring.candidates(in_memory, list(stored))
         choice = restoring.pick(found, step=step, bad=meeting.round.bad, failed=book.tries)
         self._set_aside(book, found, choice, stored)
         meeting.round.choice, meeting.round.loaded = choice, {}
         if choice is None:
-            book.go_back_to(None)
-            self._end(book, meeting, {"found": None, "problems": list(meeting.round.bad.values())})
+            if meeting.fresh and step is None and not meeting.round.bad:
+                book.go_back_to(None)
+                book.new_generation()
+            problems = list(meeting.round.bad.values())
+            self._end(book, meeting, {"found": None, "problems": problems, "generation": book.generation})
             return
         for rank, caller in meeting.callers.items():
             message, fds = self._describe(
@@ -257,7 +262,8 @@ class Desk:
             return
         book.go_back_to(choice.key if choice.where == MEMORY else None)
         book.restored_from(choice.key)
-        self._end(book, meeting, {"go": True})
+        book.new_generation()
+        self._end(book, meeting, {"go": True, "generation": book.generation})
 
     def _end(self, book: Book, meeting: Meeting, message: dict[str, Any]) -> None:
         self._meetings.pop(id(book), None)

@@ -135,7 +135,11 @@ class Saver:
                 return
 
     def _digest(self, book: Book, snapshot: Snapshot, slots: dict[int, Slot]) -> None:
-        found = {rank: clerk.digests_of(slots[rank], seal) for rank, seal in snapshot.seals.items()}
+        try:
+            found = {rank: clerk.digests_of(slots[rank], seal) for rank, seal in snapshot.seals.items()}
+        except (OSError, ValueError) as error:
+            _LOG.warning("the digests of step %s could not be computed: %s", snapshot.key[1], error)
+            found = {}
 
         def keep() -> None:
             self._digesting = False
