@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from resilience.checkpoint import digest, shards
 from resilience.checkpoint.manifest import File
-from resilience.checkpoint.storage import Directory, Stored
+from resilience.checkpoint.storage import Directory, Stored, in_words
 from resilience.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def list_all(args: argparse.Namespace) -> int:
     for item in Directory(args.directory).stored(wrong.append):
         it = item.manifest
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(it.created))
-        size = f"{it.nbytes / 1e9:.2f} GB"
+        size = in_words(it.nbytes)
         _say(f"step {it.step:<10} {when}  {size:>12}  {it.world} ranks  generation {it.generation}  {item.path.name}")
     for text in wrong:
         _say(text)
@@ -89,7 +89,7 @@ def show(args: argparse.Namespace) -> int:
 
     item = _chosen(args)
     it = item.manifest
-    _say(f"step {it.step}, generation {it.generation}, cycle {it.cycle}, {it.world} ranks, {it.nbytes / 1e9:.3f} GB")
+    _say(f"step {it.step}, generation {it.generation}, cycle {it.cycle}, {it.world} ranks, {in_words(it.nbytes)}")
     _say(f"facts {json.dumps(it.facts)}")
     for file in it.shards:
         for piece in shards.parse_header(_head(item.path / file.name, file), file.nbytes - file.head):

@@ -275,3 +275,12 @@ def free_bytes(folder: Path) -> int:
         there = there.parent
     found = os.statvfs(there)
     return found.f_bavail * found.f_frsize
+
+
+def in_words(nbytes: float) -> str:
+    """Return a size as people read it."""
+    for unit in ("B", "kB", "MB"):
+        if nbytes < 1000:
+            return f"{nbytes:.3g} {unit}"
+        nbytes /= 1000
+    return f"{nbytes:.2f} GB"

@@ -96,16 +96,11 @@ def persist(job: Job) -> Manifest:
         )
         storage.write_manifest(folder, contents)
     took = max(time.monotonic() - began, 1e-9)
-    _LOG.info(
-        "step %s is durable: %.2f GB in %.2f s (%.2f GB/s).",
-        step,
-        contents.nbytes / 1e9,
-        took,
-        contents.nbytes / 1e9 / took,
-    )
+    size, pace = storage.in_words(contents.nbytes), storage.in_words(contents.nbytes / took)
+    _LOG.info("step %s is durable: %s in %.2f s (%s/s).", step, size, took, pace)
     try:
         for gone in job.directory.prune(job.keep, job.keep_every):
-            _LOG.info("%s is removed: %s are kept.", gone.path.name, job.keep)
+            _LOG.debug("%s is removed: %s are kept.", gone.path.name, job.keep)
     except OSError as error:  # what was to be written is: that is no failure of the save
         _LOG.warning("%s: what need not be kept could not be removed: %s", job.directory.path, error)
     return contents
