@@ -6,13 +6,14 @@ import sys
 import time
 from collections.abc import Callable
 
-from benchmarks import hang, harness, monitor, pulse, restart
+from benchmarks import checkpoint, hang, harness, monitor, pulse, restart
 
 BENCHMARKS: dict[str, tuple[Callable[[], list[harness.Row]], str]] = {
     "pulse": (pulse.run, pulse.__doc__ or ""),
     "monitor": (monitor.run, monitor.__doc__ or ""),
     "hang": (hang.run, hang.__doc__ or ""),
     "restart": (restart.run, restart.__doc__ or ""),
+    "checkpoint": (checkpoint.run, checkpoint.__doc__ or ""),
 }
 
 

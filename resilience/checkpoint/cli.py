@@ -73,14 +73,17 @@ def _chosen(args: argparse.Namespace) -> Stored:
 def list_all(args: argparse.Namespace) -> int:
     """List the checkpoints."""
     wrong: list[str] = []
-    for item in Directory(args.directory).stored(wrong.append):
+    stored = Directory(args.directory).stored(wrong.append)
+    for item in stored:
         it = item.manifest
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(it.created))
         size = in_words(it.nbytes)
         _say(f"step {it.step:<10} {when}  {size:>12}  {it.world} ranks  generation {it.generation}  {item.path.name}")
     for text in wrong:
         _say(text)
-    return 1 if wrong else 0
+    if not stored and not wrong:
+        _say(f"there is no checkpoint in {args.directory}")
+    return 1 if wrong or not stored else 0
 
 
 def show(args: argparse.Namespace) -> int:
@@ -117,15 +120,20 @@ def _head(path: Path, file: File) -> bytes:
 def verify(args: argparse.Namespace) -> int:
     """Read everything and check every digest."""
     wrong: list[str] = []
-    for item in Directory(args.directory).stored(wrong.append):
-        if args.step is not None and item.manifest.step != args.step:
-            continue
+    stored = [
+        item
+        for item in Directory(args.directory).stored(wrong.append)
+        if args.step is None or item.manifest.step == args.step
+    ]
+    for text in wrong:
+        _say(text)
+    for item in stored:
         bad = [text for file in (*item.manifest.shards, *item.manifest.values) for text in _verified(item, file)]
         wrong += bad
         _say(f"step {item.manifest.step}: {'; '.join(bad) if bad else 'good'}")
-    for text in wrong:
-        _say(text)
-    return 1 if wrong else 0
+    if not stored:
+        _say(f"there is no checkpoint to verify in {args.directory}")
+    return 1 if wrong or not stored else 0
 
 
 def _verified(item: Stored, file: File) -> list[str]:

@@ -11,19 +11,21 @@ Rule: ``save`` copies and returns; it talks to nobody. Whatever is rare (coming,
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+import weakref
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from resilience.checkpoint import encoding, memory, plan, slots, storage
+from resilience.checkpoint import encoding, memory, options, plan, slots, storage
 from resilience.checkpoint.arena import Slot
 from resilience.checkpoint.attendant import Attendant
 from resilience.checkpoint.ledger import Ledger
@@ -43,26 +45,9 @@ from resilience.errors import (
     NothingToRestore,
     SaveError,
     UnsupportedPlatform,
-    nearest,
 )
 
 _LOG = logging.getLogger("resilience.checkpoint")
-_DEVICE_FAILS_EVERY = timedelta(
-    hours=50_000
-)  # 419 interruptions in 54 days of 16,384 devices, as published for Llama 3
-_OPTIONS = (
-    "memory_every",
-    "disk_every",
-    "keep",
-    "keep_every",
-    "slots",
-    "replicated",
-    "rng",
-    "on_save_error",
-    "max_failures",
-    "mean_time_between_failures",
-    "restore_timeout",
-)
 
 
 class FlashCheckpoint:
@@ -98,27 +83,18 @@ class FlashCheckpoint:
     ) -> None:
         if sys.platform != "linux":
             raise UnsupportedPlatform("FlashCheckpoint needs Linux (memfd); use torch.save elsewhere.")
-        _refuse_what_has_no_state(things)
-        if on_save_error not in ("raise", "warn"):
-            raise ConfigError(f'on_save_error={on_save_error!r}: give "raise" or "warn".')
-        if not 2 <= slots <= 8:
-            raise ConfigError(
-                f"slots={slots!r}: give 2 to 8; 3 is what a step in memory, one pending and one to write take."
-            )
-        unknown = set(replicated) - set(things)
-        if unknown:
-            raise ConfigError(f"replicated={sorted(unknown)}: no such things.{nearest(min(unknown), things)}")
+        options.check(things, replicated, on_save_error, slots)
         self.directory = Path(directory).absolute()
         self._place = Place.here()
         self._refuse_several_nodes()
-        self._failures_every = mean_time_between_failures or _DEVICE_FAILS_EVERY / self._place.world
+        self._failures_every = mean_time_between_failures or options.DEVICE_FAILS_EVERY / self._place.world
         self._memory_every = Every.of("memory_every", memory_every)
         if not self._memory_every.steps:
             raise ConfigError(
                 f"memory_every={memory_every!r}: give a number of steps; save() is where a step is known."
             )
         self._disk_every = Every.of("disk_every", disk_every)
-        self._restore_timeout = _seconds(restore_timeout)
+        self._restore_timeout = options.seconds(restore_timeout)
         self._number = slots
         self._parts: list[Part] = parts_of(things, replicated, rng) if things else []
         self._newest: Receipt | None = None
@@ -130,6 +106,7 @@ class FlashCheckpoint:
         except BaseException:
             self._link.close()
             raise
+        self._leave = leave_at_exit(self)
         raises = on_save_error == "raise"
         self._attendant = Attendant(self._link, self._stager, self._place, raises=raises, most=max_failures)
 
@@ -146,7 +123,7 @@ class FlashCheckpoint:
             "keep_every": keep_every,
             "disk_seconds": every.seconds,
             "disk_auto": every.auto,
-            "failures_s": _seconds(self._failures_every),
+            "failures_s": options.seconds(self._failures_every),
             "run": self._place.run,
             "facts": {"torch": torch.__version__, "python": sys.version.split()[0]},
         }
@@ -316,10 +293,10 @@ class FlashCheckpoint:
     ) -> Receipt:
         """Wait until a save (the newest, or that of ``step``) has come to ``level``; return its receipt, whatever it says then."""
         receipt = self._find(step)
-        deadline = time.monotonic() + _seconds(timeout)
+        deadline = time.monotonic() + options.seconds(timeout)
         failures = self._attendant.failures  # before it is asked for: it may fail at once
-        if level == Level.DURABLE:
-            self._want_on_disk(receipt)
+        if level == Level.DURABLE and not self._want_on_disk(receipt):
+            return receipt
         while not receipt.level.reaches(level) and receipt.level not in (Level.SKIPPED, Level.FAILED):
             self._attendant.hear()
             if time.monotonic() > deadline or self._attendant.failures != failures:
@@ -334,23 +311,25 @@ class FlashCheckpoint:
             raise CheckpointError(f"no save {'was made' if step is None else f'of step {step} is in memory'}.")
         return chosen
 
-    def _want_on_disk(self, receipt: Receipt) -> None:
-        """Have the newest complete snapshot written now."""
-        if receipt.level not in (Level.DURABLE, Level.SKIPPED, Level.FAILED):
-            self._attendant.ask({"op": "secure", "step": receipt.step})
+    def _want_on_disk(self, receipt: Receipt) -> bool:
+        """Have a snapshot written now; False if it will not be: another one is newer, and this one's slot may be taken."""
+        if receipt.level in (Level.DURABLE, Level.SKIPPED, Level.FAILED):
+            return False
+        return bool(self._attendant.ask({"op": "secure", "step": receipt.step})["coming"])
 
     def close(self, timeout: float | timedelta = 600.0) -> None:
         """Leave: what is complete is made durable first, with progress shown on a terminal."""
         if self._closed:
             return
         self._closed = True
+        atexit.unregister(self._leave)
         if os.getpid() != self._owner_pid:
             return
         try:
             self._attendant.ask({"op": "bye"})
             newest = self._newest
             if newest is not None and newest.level not in (Level.SKIPPED, Level.FAILED):
-                self._await_end(newest, time.monotonic() + _seconds(timeout))
+                self._await_end(newest, time.monotonic() + options.seconds(timeout))
         finally:
             self._link.close()
             self._stager.close()
@@ -376,6 +355,19 @@ class FlashCheckpoint:
                 self._link.close()
 
 
+def leave_at_exit(checkpoint: FlashCheckpoint) -> Callable[[], None]:
+    """Have a process that ends in good order without ``close()`` take leave all the same; one that raised does not."""
+    known = weakref.ref(checkpoint)
+
+    def leave() -> None:
+        left = known()
+        if left is not None and getattr(sys, "last_value", None) is None:
+            left.close()
+
+    atexit.register(leave)
+    return leave
+
+
 class _Rooted:
     """Names the tensors of a plain state without the word ``state`` in front of everything."""
 
@@ -384,16 +376,3 @@ class _Rooted:
 
     def keep(self, node: Any, path: str) -> Any | None:
         return self._collector.keep(node, path.removeprefix("state."))
-
-
-def _seconds(value: float | timedelta) -> float:
-    return value.total_seconds() if isinstance(value, timedelta) else float(value)
-
-
-def _refuse_what_has_no_state(things: Mapping[str, Any]) -> None:
-    for name, thing in things.items():
-        if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
-            raise ConfigError(
-                f"{name}={thing!r} is no option of FlashCheckpoint and has no state_dict() and load_state_dict()."
-                f"{nearest(name, _OPTIONS)}"
-            )

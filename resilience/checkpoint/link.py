@@ -53,7 +53,10 @@ class Link:
     def come(self, slots: int) -> tuple[Ledger, list[Slot]] | None:
         """Say hello; return this rank's memory if the saver has it from an earlier life. Raises for what the saver refuses."""
         with self._turn:
-            return self._come(slots)
+            try:
+                return self._come(slots)
+            except LinkError:  # one that was just about to end
+                return self._come(slots)
 
     def _come(self, slots: int) -> tuple[Ledger, list[Slot]] | None:
         self.close()

@@ -51,7 +51,7 @@ def why_not(slots: Sequence[Slot], newest_complete: int) -> str:
     if leased:
         parts.append(f"{leased} still being written to disk")
     if pending:
-        parts.append(f"{pending} not sealed by all ranks yet")
+        parts.append(f"{pending} not known to be sealed by all ranks yet")
     held = len(slots) - leased - pending
     if held:
         parts.append(f"{held} the newest complete one")

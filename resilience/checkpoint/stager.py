@@ -30,6 +30,7 @@ from resilience.checkpoint.shards import aligned
 _LOG = logging.getLogger("resilience.checkpoint")
 
 
+_QUIET_S = 10.0
 _alive: weakref.WeakSet[Stager] = weakref.WeakSet()
 
 
@@ -55,6 +56,8 @@ class Stager:
         self._targets: dict[int, tuple[int, list[torch.Tensor]]] = {}  # by slot: plan, and views into its memory
         self._headers: dict[int, int] = {}  # by slot: the plan whose header stands in it
         self.receipts: dict[int, Receipt] = {}  # by slot
+        self._skipped = 0
+        self._quiet_until = 0.0
         words = ledger.words
         words[L_RANK], words[L_WORLD], words[L_CYCLE], words[L_PID] = place.rank, place.world, place.cycle, os.getpid()
         self.begin(generation)
@@ -84,8 +87,17 @@ class Stager:
         if index is not None:
             return index
         reason = slots.why_not(view, newest)
-        _LOG.warning("step %s is not saved (rank %s): %s.", step, self._place.rank, reason)
+        self._tell_of_skip(step, reason)
         return Receipt.ended(step, Level.SKIPPED, reason)
+
+    def _tell_of_skip(self, step: int, reason: str) -> None:
+        """Say that a step is not saved; not every time."""
+        self._skipped += 1
+        if time.monotonic() < self._quiet_until:
+            return
+        self._quiet_until = time.monotonic() + _QUIET_S
+        count = f" ({self._skipped} so far)" if self._skipped > 1 else ""
+        _LOG.warning("step %s is not saved%s (rank %s): %s.", step, count, self._place.rank, reason)
 
     def stage(self, index: int, step: int, state: Collected, values: bytes, disk: bool) -> Receipt:
         """Copy a state into a slot and seal it."""

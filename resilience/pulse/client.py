@@ -49,7 +49,8 @@ class _Process:
                 )
                 page = Page.private()
             self.pulse = Pulse(page)
-            self.stop = Stop(page, alone=page.fd < 0 and config.rank_environment().world < 2)
+            unled, alone = page.fd < 0, config.rank_environment().world < 2
+            self.stop = Stop(page, alone=unled and alone, deaf=unled and not alone)
         return self.pulse
 
     def forget(self) -> None:

@@ -38,9 +38,11 @@ SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasa
 
 
 class Stop:
-    """A rank's side of an agreed stop. ``alone``: there is nobody to agree with, a signal is enough."""
+    """A rank's side of an agreed stop. ``alone``: there is nobody to agree with, a signal is enough. ``deaf``: there are others
+    and no launcher to agree through: signals are left to whoever had them."""
 
-    def __init__(self, page: Page, alone: bool) -> None:
+    def __init__(self, page: Page, alone: bool, deaf: bool = False) -> None:
+        self._deaf = deaf
         self._words = page.words
         self._alone = alone
         self._calls = 0
@@ -75,7 +77,7 @@ class Stop:
 
     def _listen(self) -> None:
         """Take SIGTERM and SIGUSR1 from now on; handlers that were there are called as well."""
-        if threading.current_thread() is not threading.main_thread():
+        if self._deaf or threading.current_thread() is not threading.main_thread():
             return
         for signum in SIGNALS:
             before = signal.getsignal(signum)

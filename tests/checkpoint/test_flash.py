@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import errno
 import os
 import random
 import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +23,7 @@ from torch import nn
 import resilience
 from resilience.checkpoint.flash import FlashCheckpoint
 from resilience.checkpoint.receipt import Level
-from resilience.checkpoint.storage import Directory, DirectoryInUse
+from resilience.checkpoint.storage import Directory, DirectoryInUse, read_manifest, write_manifest
 from resilience.errors import CheckpointError, ConfigError, NothingToRestore, SaveError
 from tests.checkpoint.conftest import savers
 from tests.jobs import wait_for
@@ -316,6 +320,8 @@ def test_failure_in_the_background_is_raised_by_the_next_call_and_training_can_g
         checkpoint.wait()
     (home / ".partial-00000002").unlink(missing_ok=True)
     assert torch.equal(checkpoint.load_state(2)["x"], torch.ones(4)), "it is still in memory"
+    with contextlib.suppress(SaveError):  # waiting for it had it tried a second time
+        checkpoint.save_state(3, {"x": torch.ones(4)})
     checkpoint.save_state(3, {"x": torch.ones(4)})
     assert checkpoint.wait().level is Level.DURABLE
     checkpoint.close()
@@ -374,7 +380,7 @@ def test_stopped_saver_never_blocks_a_save(home: Path, saver_home: Path) -> None
     try:
         receipts = [checkpoint.save_state(step, {"x": step}) for step in range(1, 40)]
         assert receipts[-1].level is Level.SKIPPED
-        assert "not sealed by all ranks yet" in receipts[-1].reason
+        assert "not known to be sealed by all ranks yet" in receipts[-1].reason
     finally:
         os.kill(pid, signal.SIGCONT)
     assert checkpoint.wait(1, Level.COMPLETE).level is Level.COMPLETE
@@ -413,6 +419,44 @@ def test_slots_have_room_for_the_optimizer_before_its_first_step(home: Path, cap
     assert "has grown" not in caplog.text
     assert torch.equal(before[0], torch.get_rng_state())
     checkpoint.close()
+
+
+def test_step_that_will_not_be_written_is_not_waited_for(home: Path) -> None:
+    checkpoint = FlashCheckpoint(home, disk_every=None)
+    for step in range(3):
+        checkpoint.save_state(step, {"x": step})
+        checkpoint.wait(level=Level.COMPLETE)
+    assert checkpoint.wait(1).level is Level.COMPLETE, "a newer one is there, and only that is written"
+    assert checkpoint.wait().level is Level.DURABLE
+    checkpoint.close()
+
+
+def test_checkpoint_of_another_number_of_ranks_is_refused_in_words(home: Path) -> None:
+    with FlashCheckpoint(home, model=nn.Linear(1, 1)) as checkpoint:
+        checkpoint.save(1)
+    path = next(home.glob("step-*"))
+    found = read_manifest(path)
+    (path / "rank-00001.values").write_bytes((path / "rank-00000.values").read_bytes())
+    values = (found.values[0], dataclasses.replace(found.values[0], rank=1, name="rank-00001.values"))
+    write_manifest(path, dataclasses.replace(found, world=2, values=values))
+    checkpoint = FlashCheckpoint(home, model=nn.Linear(1, 1))
+    with pytest.raises(NothingToRestore, match="was saved by 2 ranks, and here are 1"):
+        checkpoint.restore(allow_fresh_start=True)
+    checkpoint.close()
+
+
+def test_process_that_ends_in_good_order_takes_leave_without_close(home: Path) -> None:
+    """Whoever only looks at a checkpoint, again and again, must not have it set aside as one that restarts fail from."""
+    with FlashCheckpoint(home, model=nn.Linear(1, 1)) as checkpoint:
+        checkpoint.save(1)
+    script = (
+        "import sys, torch, resilience\n"
+        f"checkpoint = resilience.FlashCheckpoint({str(home)!r}, model=torch.nn.Linear(1, 1))\n"
+        "print(checkpoint.restore())"
+    )
+    for _ in range(4):
+        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+        assert done.stdout.strip() == "2", done.stderr
 
 
 def test_public_name_is_the_class(home: Path) -> None:

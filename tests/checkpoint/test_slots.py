@@ -63,7 +63,7 @@ def test_each_reason_is_said_in_words_and_counted() -> None:
     assert choose(slots, 3) is None
     text = why_not(slots, 3)
     assert text == (
-        "all 4 slots are taken: 1 still being written to disk, 2 not sealed by all ranks yet, 1 the newest complete one"
+        "all 4 slots are taken: 1 still being written to disk, 2 not known to be sealed by all ranks yet, 1 the newest complete one"
     )
 
 
@@ -71,7 +71,7 @@ def test_each_reason_is_said_in_words_and_counted() -> None:
     ("slots", "newest_complete", "said", "unsaid"),
     [
         ([Slot(1, COMPLETE, leased=True), Slot(2, PENDING, leased=True)], 1, "2 still being written", "not sealed"),
-        ([Slot(1, PENDING), Slot(2, PENDING)], 0, "2 not sealed by all ranks yet", "disk"),
+        ([Slot(1, PENDING), Slot(2, PENDING)], 0, "2 not known to be sealed by all ranks yet", "disk"),
         ([Slot(1, COMPLETE), Slot(2, PENDING)], 1, "1 the newest complete one", "disk"),
         ([Slot(1, PENDING, leased=True), Slot(2, PENDING)], 0, "1 still being written", "newest complete"),
     ],

@@ -404,15 +404,18 @@ print(resilience.stop_requested())
 
 
 @pytest.mark.spawns
-@pytest.mark.parametrize(("world", "stops_at_once"), [("1", True), ("", True), ("2", False)])
-def test_without_a_launcher_a_signal_is_enough_for_one_process_and_not_for_several(
-    monkeypatch: pytest.MonkeyPatch, world: str, stops_at_once: bool
+@pytest.mark.parametrize(
+    ("world", "outcome"),
+    [("1", (0, ["False", "True"])), ("", (0, ["False", "True"])), ("2", (-signal.SIGTERM, ["False"]))],
+)
+def test_without_a_launcher_a_signal_stops_one_process_and_ends_several_as_it_would_without_us(
+    monkeypatch: pytest.MonkeyPatch, world: str, outcome: tuple[int, list[str]]
 ) -> None:
     for name in ("RESILIENCE_SOCKET", "RESILIENCE_LATE_ATTACH", "RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     if world:
         monkeypatch.setenv("WORLD_SIZE", world)
-    assert run(_PLAIN) == (0, ["False", str(stops_at_once)])
+    assert run(_PLAIN) == outcome
 
 
 def test_word_that_announces_the_end_is_not_a_request(page: Page) -> None:
@@ -420,3 +423,10 @@ def test_word_that_announces_the_end_is_not_a_request(page: Page) -> None:
     stop.requested()
     page.words[W_ENDING] = 1
     assert stop.requested() is False
+
+
+def test_rank_with_others_and_no_launcher_leaves_signals_to_whoever_had_them() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    stop = Stop(Page.private(), alone=False, deaf=True)
+    assert not stop.requested()
+    assert signal.getsignal(signal.SIGTERM) is before

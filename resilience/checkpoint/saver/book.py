@@ -110,6 +110,7 @@ class Book:
         self.generation = 0
         self.failures: list[str] = []
         self.writing: set[Key] = set()
+        self.wanted: set[int] = set()  # steps that somebody waits for and that are not complete yet
         self.durable: Key | None = None
         self.digests: dict[tuple[int, int], list[str]] = {}  # by rank and serial, of the data's chunks
         self.tries = restores.read(path)
@@ -224,7 +225,8 @@ class Book:
             self.forget_tries()
 
     def _is_wanted(self, snapshot: Snapshot) -> bool:
-        if any(seal.on_disk for seal in snapshot.seals.values()):
+        if snapshot.key[1] in self.wanted or any(seal.on_disk for seal in snapshot.seals.values()):
+            self.wanted.discard(snapshot.key[1])
             return True
         timed = self.options.disk_seconds or self.options.disk_auto
         if timed and time.monotonic() >= self._disk_due and not self.writing:
@@ -286,12 +288,27 @@ class Book:
             self.members[rank].ledger.lease(seal)
         self._write(self, snapshot)
 
+    def is_done(self) -> bool:
+        """Whether all ranks have come, and taken leave."""
+        return len(self.members) >= self.world and all(member.said_bye for member in self.members.values())
+
     def secure(self) -> None:
         """Have the newest complete snapshot on disk: a rank failed, or everybody leaves."""
         self.turn()
         newest = self.newest()
         if newest is not None:
             self.order(newest)
+
+    def secure_step(self, step: int) -> bool:
+        """Have a step written if it is the newest that all ranks have, or may become it; return whether it will be."""
+        self.turn()
+        newest = self.newest()
+        self.wanted = {item for item in self.wanted if newest is None or item > newest.key[1]}
+        if newest is not None and newest.key[1] == step:
+            self.order(newest)
+        elif newest is None or newest.key[1] < step:
+            self.wanted.add(step)  # not sealed by all ranks yet
+        return step in self.wanted or any(key[1] == step for key in self.writing)
 
     def written(self, snapshot: Snapshot, error: str, digests: dict[int, list[str]]) -> None:
         """Take note that a snapshot is on disk, with these digests, or why it is not."""

@@ -122,8 +122,7 @@ class Desk:
         elif op == "here":
             self._tell(caller, {"ok": True})
         elif op == "secure":
-            caller.book.secure()
-            self._tell(caller, {"ok": True})
+            self._tell(caller, {"coming": caller.book.secure_step(int(message["step"]))})
         elif op == "bye":
             caller.book.members[caller.rank].said_bye = True
             if all(member.said_bye or member.gone for member in caller.book.members.values()):
@@ -196,6 +195,12 @@ class Desk:
             return
         in_memory = book.restorable()
         stored = {item.manifest.key: item for item in reversed(book.directory.stored(book.complain))}
+        for item in stored.values():
+            if item.manifest.world != book.world:
+                meeting.round.bad[Candidate(item.manifest.key, DISK)] = (
+                    f"step {item.manifest.step} was saved by {item.manifest.world} ranks, and here are {book.world}: other world "
+                    "sizes are not supported yet"
+                )
         (step,) = wanted
         found = restoring.candidates(in_memory, list(stored))
         choice = restoring.pick(found, step=step, bad=meeting.round.bad, failed=book.tries)

@@ -82,6 +82,9 @@ class Saver:
         now = time.monotonic()
         if self._watched:
             self._idle_since = now
+        done = bool(self.books) and all(book.is_done() for book in self.books.values())
+        if not self._leaving_since and self._launcher is None and done:
+            self.leave()  # all ranks took leave, and may live on without us
         if not self._leaving_since and self._launcher is None and not self._watched:
             linger = _LINGER_S if self._failed_ranks or not self.books else 0.0
             if now - self._idle_since >= linger:
