@@ -118,7 +118,7 @@ def test_saver_alone_makes_durable_what_was_complete_when_the_launcher_is_killed
         it.await_note(0, "complete-10")
         os.kill(it.pid, signal.SIGKILL)
         wait_for(lambda: not it.family(), "everybody to end, the saver last", 60)
-        (step,) = steps_on_disk(tmp_path / "ck")
+        step = steps_on_disk(tmp_path / "ck")[0]  # there may be two: the ranks do not die at the same moment
         acknowledged = [int(note[1][9:]) for rank in range(2) for note in it.notes(rank) if "complete-" in note[1]]
         assert step >= max(acknowledged)
 
