@@ -322,7 +322,7 @@ def test_failure_in_the_background_is_raised_by_the_next_call_and_training_can_g
     assert torch.equal(checkpoint.load_state(2)["x"], torch.ones(4)), "it is still in memory"
     with contextlib.suppress(SaveError):  # waiting for it had it tried a second time
         checkpoint.save_state(3, {"x": torch.ones(4)})
-    checkpoint.save_state(3, {"x": torch.ones(4)})
+    checkpoint.save_state(4, {"x": torch.ones(4)})
     assert checkpoint.wait().level is Level.DURABLE
     checkpoint.close()
 
@@ -419,6 +419,20 @@ def test_slots_have_room_for_the_optimizer_before_its_first_step(home: Path, cap
     assert "has grown" not in caplog.text
     assert torch.equal(before[0], torch.get_rng_state())
     checkpoint.close()
+
+
+def test_step_that_is_saved_twice_is_on_disk_as_it_was_the_second_time(home: Path) -> None:
+    checkpoint = FlashCheckpoint(home, disk_every=1)
+    for value in range(5):
+        checkpoint.save_state(7, {"x": torch.full((100_000,), float(value))})
+    assert checkpoint.wait().level in (Level.DURABLE, Level.SKIPPED)
+    checkpoint.wait(7, Level.COMPLETE)
+    again = checkpoint.save_state(7, {"x": torch.full((100_000,), 9.0)})
+    assert checkpoint.wait().level is again.level is Level.DURABLE
+    checkpoint.close()
+    later = FlashCheckpoint(home)
+    assert later.load_state()["x"][0] == 9.0
+    later.close()
 
 
 def test_step_that_will_not_be_written_is_not_waited_for(home: Path) -> None:

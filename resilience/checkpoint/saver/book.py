@@ -84,6 +84,10 @@ class Snapshot:
     cycle: int
     world: int
 
+    def serials(self) -> dict[int, int]:
+        """Return the serial of each rank's seal."""
+        return {rank: seal.serial for rank, seal in self.seals.items()}
+
 
 @dataclass
 class Options:
@@ -324,6 +328,9 @@ class Book:
             if not error:
                 member.ledger.mark_durable(seal)
             member.ledger.release(seal)
+        again = self.snapshot(snapshot.key)
+        if again is not None and not error and again.serials() != snapshot.serials():
+            self.order(again)  # the same step was saved once more meanwhile
         if error:
             self.fail(error)
         else:

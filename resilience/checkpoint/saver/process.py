@@ -147,9 +147,7 @@ class Saver:
         def keep() -> None:
             self._digesting = False
             again = book.snapshot(snapshot.key)
-            if again is not None and {r: s.serial for r, s in again.seals.items()} == {
-                r: s.serial for r, s in snapshot.seals.items()
-            }:
+            if again is not None and again.serials() == snapshot.serials():
                 book.keep_digests(snapshot, found)
 
         self._later(keep)
