@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import errno
 import os
 import random
 import shutil
@@ -271,7 +270,6 @@ def test_restored_process_begins_anew_and_old_attempts_do_not_count(home: Path) 
         checkpoint.wait(level=Level.COMPLETE)
     assert checkpoint.load_state(2) == {"x": 2}
     for step in (3, 4):
-        assert checkpoint.wait(level=Level.COMPLETE) is not None
         checkpoint.save_state(step, {"x": -step})
         assert checkpoint.wait(step, Level.COMPLETE).level is Level.COMPLETE
     assert checkpoint.load_state() == {"x": -4}
@@ -475,4 +473,3 @@ def test_process_that_ends_in_good_order_takes_leave_without_close(home: Path) -
 
 def test_public_name_is_the_class(home: Path) -> None:
     assert resilience.FlashCheckpoint is FlashCheckpoint
-    assert errno.ENOSPC  # the disk full cases are in tests/faults

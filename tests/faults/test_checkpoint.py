@@ -59,7 +59,8 @@ def test_ddp_training_with_a_fault_ends_bit_for_bit_like_one_without(
 ) -> None:
     with job(tmp_path, TWO, [str(WORKLOADS / "ddp_flash.py"), str(tmp_path / "ck"), "24", fault, "1", "13"]) as it:
         assert it.wait() == 0, it.log()
-        assert "restored from memory" in it.log() or (it.progress / "starts_0").read_text().split() == ["0", "14"]
+        assert "the job goes on from step 13 (memory)" in it.log()
+        assert (it.progress / "starts_0").read_text().split() == ["0", "14"]
         assert finals(it) == undisturbed
         it.assert_nothing_left()
 
@@ -106,6 +107,7 @@ def test_snapshot_survives_rank_and_saver_killed_together(tmp_path: Path) -> Non
                 os.kill(pid, number)
         assert it.wait() == 0, it.log()
         assert "a new one was started and goes on with what is in memory" in it.log()
+        assert "(memory)" in it.log()
         (first, second) = restored(it)
         assert (first, second[:9]) == ("fresh", "restored-")
         assert int(second[9:]) >= 10

@@ -57,7 +57,7 @@ def test_training_goes_on_at_full_speed_while_we_are_stopped(tmp_path: Path, who
         it.await_note(1, "end")
         assert all(state(pid) == "T" for pid in stopped if alive(pid))
         times = steps_of(it)
-        assert pace(times[before:]) < 3 * pace(times[:before])  # load shifts it; a call that waits for us would stop it
+        assert pace(times[before:]) < 1.5 * pace(times[:before])
         for pid in stopped:
             if alive(pid):
                 os.kill(pid, signal.SIGCONT)

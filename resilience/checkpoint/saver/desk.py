@@ -267,6 +267,7 @@ class Desk:
             return
         book.go_back_to(choice.key if choice.where == MEMORY else None)
         book.restored_from(choice.key)
+        _LOG.info("the job goes on from step %s (%s).", choice.key[1], choice.where)
         book.new_generation()
         self._end(book, meeting, {"go": True, "generation": book.generation})
 
