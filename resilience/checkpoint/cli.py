@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from resilience.checkpoint import digest, shards
+from resilience.checkpoint import digest, hire, shards, storage
 from resilience.checkpoint.manifest import File
 from resilience.checkpoint.storage import Directory, Stored, in_words
 from resilience.errors import CheckpointError
@@ -205,7 +205,7 @@ def prune(args: argparse.Namespace) -> int:
     if args.keep < 1:
         raise CheckpointError(f"--keep={args.keep}: at least one stays.")
     directory = Directory(args.directory)
-    directory.claim("resilience checkpoint prune")
+    storage.patiently(lambda: directory.claim("resilience checkpoint prune"), hire.DEADLINE_S)
     try:
         for gone in directory.prune(args.keep, args.keep_every):
             _say(f"{gone.path.name} is removed.")

@@ -97,7 +97,9 @@ class FlashCheckpoint:
         self._restore_timeout = options.seconds(restore_timeout)
         self._number = slots
         self._parts: list[Part] = parts_of(things, replicated, rng) if things else []
-        self._newest: Receipt | None = None
+        self._newest: Receipt | None = None  # of the last save, and of the last one that was not skipped
+        self._kept: Receipt | None = None
+        self._owed = False  # a save that was due on disk was skipped
         self._owner_pid = os.getpid()
         self._closed = False
         self._link = Link(str(self.directory), self._place, self._options(keep, keep_every))
@@ -165,28 +167,31 @@ class FlashCheckpoint:
 
     # -- saving -----------------------------------------------------------------------------------------------------
 
-    def save(self, step: int, *, disk: bool | None = None) -> Receipt:
+    def save(self, step: int, *, disk: bool | None = None, wait: float | timedelta = 0.0) -> Receipt:
         """Take a snapshot of the state after ``step``. Returns when the bytes are copied; durability follows behind.
 
-        ``disk``: have this one written to disk, or not, whatever ``disk_every`` says. Raises for a state that can't be kept, and
-        for earlier failures in the background as ``on_save_error`` asks. All ranks call it at the same steps.
+        ``disk``: have this one written to disk, or not, whatever ``disk_every`` says. ``wait``: how long to wait for a free slot;
+        without it a save that finds none is SKIPPED, and what was due on disk is the next one. Raises for a state that can't be
+        kept, and for earlier failures in the background as ``on_save_error`` asks. All ranks call it at the same steps.
         """
         if not self._parts:
             raise CheckpointError(
                 "nothing to save was given: FlashCheckpoint(directory, model=…), or use save_state(step, state)."
             )
-        return self._save(step, disk, self._collect)
+        return self._save(step, disk, options.seconds(wait), self._collect)
 
-    def save_state(self, step: int, state: Any, *, disk: bool | None = None) -> Receipt:
+    def save_state(self, step: int, state: Any, *, disk: bool | None = None, wait: float | timedelta = 0.0) -> Receipt:
         """Take a snapshot of any nested state of tensors and plain values, as one would give it to ``torch.save``."""
 
         def collect() -> tuple[Collected, bytes]:
             collector = Collector()
             return collector.found, encoding.encode({"state": state}, "state", _Rooted(collector).keep)
 
-        return self._save(step, disk, collect)
+        return self._save(step, disk, options.seconds(wait), collect)
 
-    def _save(self, step: int, disk: bool | None, collect: Callable[[], tuple[Collected, bytes]]) -> Receipt:
+    def _save(
+        self, step: int, disk: bool | None, wait: float, collect: Callable[[], tuple[Collected, bytes]]
+    ) -> Receipt:
         if self._closed or os.getpid() != self._owner_pid:
             raise CheckpointError("this FlashCheckpoint is closed, or belongs to another process.")
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
@@ -194,17 +199,26 @@ class FlashCheckpoint:
         self._attendant.hear()
         self._attendant.look()
         if disk is None:
-            disk = self._disk_every.has(step)
+            disk = self._owed or self._disk_every.has(step)
         if not disk and not self._memory_every.has(step):
             return Receipt.ended(step, Level.SKIPPED, f"not due: every {self._memory_every.steps} steps")
         try:
-            slot = self._stager.choose(step)
-            receipt = slot if isinstance(slot, Receipt) else self._stager.stage(slot, step, *collect(), disk)
+            slot = self._stager.choose(step, wait, self._await_room)
+            if isinstance(slot, Receipt):
+                receipt, self._owed = slot, self._owed or disk
+            else:
+                self._kept = receipt = self._stager.stage(slot, step, *collect(), disk)
+                self._owed = self._owed and not disk
         finally:
             self._stager.tried(step)
             self._link.nudge()
         self._newest = receipt
         return receipt
+
+    def _await_room(self) -> None:
+        self._attendant.look()
+        self._link.nudge()
+        time.sleep(0.002)
 
     def _collect(self) -> tuple[Collected, bytes]:
         """Return the tensors of the state now, and everything else as bytes."""
@@ -327,9 +341,10 @@ class FlashCheckpoint:
             return
         try:
             self._attendant.ask({"op": "bye"})
-            newest = self._newest
-            if newest is not None and newest.level not in (Level.SKIPPED, Level.FAILED):
-                self._await_end(newest, time.monotonic() + options.seconds(timeout))
+            if self._newest is not None and self._newest.level in (Level.SKIPPED, Level.FAILED):
+                _LOG.warning("the last save is not kept: %r. save(step, wait=60) waits for room.", self._newest)
+            if self._kept is not None and self._kept.level is not Level.FAILED:
+                self._await_end(self._kept, time.monotonic() + options.seconds(timeout))
         finally:
             self._link.close()
             self._stager.close()

@@ -7,10 +7,10 @@ import os
 import socket
 import threading
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from resilience import config
-from resilience.checkpoint import hire
+from resilience.checkpoint import hire, storage
 from resilience.checkpoint.arena import Slot
 from resilience.checkpoint.ledger import Ledger
 from resilience.errors import CheckpointError, LinkError
@@ -53,10 +53,13 @@ class Link:
     def come(self, slots: int) -> tuple[Ledger, list[Slot]] | None:
         """Say hello; return this rank's memory if the saver has it from an earlier life. Raises for what the saver refuses."""
         with self._turn:
-            try:
-                return self._come(slots)
-            except LinkError:  # one that was just about to end
-                return self._come(slots)
+            return storage.patiently(lambda: self._come_twice(slots), hire.DEADLINE_S)
+
+    def _come_twice(self, slots: int) -> tuple[Ledger, list[Slot]] | None:
+        try:
+            return self._come(slots)
+        except LinkError:  # one that was just about to end
+            return self._come(slots)
 
     def _come(self, slots: int) -> tuple[Ledger, list[Slot]] | None:
         self.close()
@@ -113,7 +116,7 @@ class Link:
         if received is None:
             raise LinkError("the saver ended in the middle of a request")
         if "error" in received[0]:
-            raise CheckpointError(str(received[0]["error"]))
+            _refused(received[0])
         return received
 
     def nudge(self) -> None:
@@ -129,3 +132,9 @@ class Link:
         if self.wake >= 0:
             os.close(self.wake)
             self.wake = -1
+
+
+def _refused(answer: dict[str, Any]) -> NoReturn:
+    if answer.get("leaving") is None:
+        raise CheckpointError(str(answer["error"]))
+    raise storage.DirectoryInUse(str(answer["error"]), leaving=bool(answer["leaving"]))

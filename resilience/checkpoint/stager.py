@@ -7,6 +7,7 @@ import logging
 import os
 import time
 import weakref
+from collections.abc import Callable
 
 import torch
 
@@ -80,12 +81,17 @@ class Stager:
         """Give the memory to a saver that does not have it."""
         link.deposit(self.ledger, self._slots)
 
-    def choose(self, step: int) -> int | Receipt:
-        """Return the slot to write, or the receipt of a save that can't be made now."""
-        view, newest = self.ledger.rule_view()
-        index = slots.choose(view, newest)
-        if index is not None:
-            return index
+    def choose(self, step: int, patience: float, rest: Callable[[], None]) -> int | Receipt:
+        """Return the slot to write, or the receipt of a save that can't be made within ``patience`` seconds."""
+        deadline = time.monotonic() + patience if patience else 0.0
+        while True:
+            view, newest = self.ledger.rule_view()
+            index = slots.choose(view, newest)
+            if index is not None:
+                return index
+            if not deadline or time.monotonic() > deadline:
+                break
+            rest()
         reason = slots.why_not(view, newest)
         self._tell_of_skip(step, reason)
         return Receipt.ended(step, Level.SKIPPED, reason)

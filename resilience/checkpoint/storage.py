@@ -15,26 +15,35 @@ import contextlib
 import errno
 import fcntl
 import json
+import logging
 import os
 import re
 import shutil
 import socket
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from resilience.checkpoint import digest, manifest
 from resilience.checkpoint.manifest import File, Manifest, ManifestError
 from resilience.checkpoint.schedule import Every
 from resilience.errors import CheckpointError
 
+_LOG = logging.getLogger("resilience.checkpoint")
+T = TypeVar("T")
 _STEP = re.compile(r"step-(\d+)(\.\d+)?\Z")
 _PARTIAL = ".partial-"
 _ASIDE = ".aside"
 
 
 class DirectoryInUse(CheckpointError):  # noqa: N818 - reads as what it is
-    """Another job writes checkpoints into this directory."""
+    """Another job writes checkpoints into this directory. ``leaving``: it has ended, and only its last snapshot is yet to come."""
+
+    def __init__(self, text: str, *, leaving: bool = False) -> None:
+        super().__init__(text)
+        self.leaving = leaving
 
 
 @dataclass(frozen=True)
@@ -67,16 +76,22 @@ class Directory:
             os.close(fd)
             if error.errno not in (errno.EAGAIN, errno.EACCES):
                 raise
-            raise DirectoryInUse(
-                f"{self.path}: another job writes its checkpoints here ({holder or 'unknown'}). Nothing was written. Give each "
-                "job a directory of its own, or end the other one."
-            ) from None
+            raise _in_use(self.path, holder) from None
         self._lock = fd
-        with contextlib.suppress(OSError):  # a full disk: the lock holds all the same
-            os.ftruncate(fd, 0)
-            os.pwrite(fd, json.dumps({"run": run, "host": socket.gethostname(), "pid": os.getpid()}).encode(), 0)
+        self._sign({"run": run})
         for path in self.path.glob(f"{_PARTIAL}*"):
             shutil.rmtree(path, ignore_errors=True)
+
+    def _sign(self, more: dict[str, object]) -> None:
+        signed = json.dumps({"host": socket.gethostname(), "pid": os.getpid(), **more}).encode()
+        with contextlib.suppress(OSError):  # a full disk: the lock holds all the same
+            os.ftruncate(self._lock, 0)
+            os.pwrite(self._lock, signed, 0)
+
+    def say_leaving(self) -> None:
+        """Let whoever comes next know that it is worth waiting for us."""
+        if self._lock >= 0:
+            self._sign({"leaving": True})
 
     def close(self) -> None:
         """Let others write here."""
@@ -143,6 +158,37 @@ class Directory:
             sync(self.path)
             shutil.rmtree(leaving, ignore_errors=True)
         return gone
+
+
+def _in_use(path: Path, holder: str) -> DirectoryInUse:
+    """Say who has a directory, as far as its lock tells."""
+    try:
+        known = json.loads(holder)
+        who = f"host {known['host']}, pid {known['pid']}" + (f", run {known['run']}" if known.get("run") else "")
+        leaving = bool(known.get("leaving"))
+    except (ValueError, TypeError, KeyError, AttributeError):
+        who, leaving = "unknown", False
+    if leaving:
+        return DirectoryInUse(f"{path}: an earlier job's last snapshot is still being written ({who}).", leaving=True)
+    return DirectoryInUse(
+        f"{path}: another job writes its checkpoints here ({who}). Nothing was written. Give each job a directory of its own, or "
+        "end the other one."
+    )
+
+
+def patiently(claim: Callable[[], T], patience: float) -> T:
+    """Claim a directory; wait for an earlier job whose last snapshot is still being written. Raises :class:`DirectoryInUse`."""
+    deadline, said = time.monotonic() + patience, False
+    while True:
+        try:
+            return claim()
+        except DirectoryInUse as error:
+            if not error.leaving or time.monotonic() > deadline:
+                raise
+            if not said:
+                _LOG.info("%s Waiting for it.", error)
+            said = True
+            time.sleep(0.1)
 
 
 def read_manifest(path: Path) -> Manifest:

@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -107,7 +108,7 @@ def test_training_that_goes_on_from_a_snapshot_ends_like_one_that_was_never_inte
         assert checkpoint.restore(allow_fresh_start=True) == 0
         for step in range(6):
             broken.step()
-            checkpoint.save(step)
+            checkpoint.save(step, wait=60)
         for _ in range(3):
             broken.step()  # lost
         if through == "memory":
@@ -216,7 +217,7 @@ def test_exit_of_the_block_waits_until_the_last_save_is_on_disk(home: Path) -> N
     with open_checkpoint(home, training) as checkpoint:
         for step in range(5):
             training.step()
-            checkpoint.save(step)
+            checkpoint.save(step, wait=60)
     assert [item.manifest.step for item in Directory(home).stored()] == [4]
 
 
@@ -319,8 +320,8 @@ def test_failure_in_the_background_is_raised_by_the_next_call_and_training_can_g
     (home / ".partial-00000002").unlink(missing_ok=True)
     assert torch.equal(checkpoint.load_state(2)["x"], torch.ones(4)), "it is still in memory"
     with contextlib.suppress(SaveError):  # waiting for it had it tried a second time
-        checkpoint.save_state(3, {"x": torch.ones(4)})
-    checkpoint.save_state(4, {"x": torch.ones(4)})
+        checkpoint.save_state(3, {"x": torch.ones(4)}, wait=60)
+    checkpoint.save_state(4, {"x": torch.ones(4)}, wait=60)
     assert checkpoint.wait().level is Level.DURABLE
     checkpoint.close()
 
@@ -385,6 +386,57 @@ def test_stopped_saver_never_blocks_a_save(home: Path, saver_home: Path) -> None
     checkpoint.close()
 
 
+def test_save_that_finds_no_room_is_skipped_or_waits_as_asked_and_what_was_due_on_disk_is_owed(
+    home: Path, saver_home: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoint = FlashCheckpoint(home, disk_every=10)
+    checkpoint.save_state(6, {"x": 6})
+    checkpoint.wait(level=Level.COMPLETE)
+    (pid,) = savers(saver_home)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        receipts = {step: checkpoint.save_state(step, {"x": step}) for step in (7, 8, 9, 10)}
+        assert receipts[9].level is receipts[10].level is Level.SKIPPED
+        assert checkpoint.save_state(11, {"x": 11}, wait=0.05).level is Level.SKIPPED
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert checkpoint.save_state(12, {"x": 12}, wait=60).level is not Level.SKIPPED
+    assert checkpoint.wait().level is Level.DURABLE
+    assert [item.manifest.step for item in Directory(home).stored()] == [12], "step 9 was due, 12 is the next one kept"
+    checkpoint.close()
+    assert "the last save is not kept" not in caplog.text
+
+
+def test_close_says_that_the_last_save_is_not_kept(
+    home: Path, saver_home: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoint = FlashCheckpoint(home, disk_every=None)
+    checkpoint.save_state(0, {"x": 0})
+    checkpoint.wait(level=Level.COMPLETE)
+    (pid,) = savers(saver_home)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        for step in (1, 2, 3):
+            checkpoint.save_state(step, {"x": step})
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    checkpoint.close()
+    assert "the last save is not kept: <save of step 3: SKIPPED" in caplog.text
+    assert [item.manifest.step for item in Directory(home).stored()] == [2]
+
+
+def test_directory_whose_last_writer_is_leaving_is_waited_for(home: Path) -> None:
+    earlier = Directory(home)
+    earlier.claim("earlier")
+    earlier.say_leaving()
+    done = threading.Timer(0.5, earlier.close)
+    done.start()
+    with FlashCheckpoint(home, model=nn.Linear(1, 1)) as checkpoint:
+        assert not done.is_alive()
+        checkpoint.save(1)
+    assert [item.manifest.step for item in Directory(home).stored()] == [1]
+
+
 def test_misspelt_option_is_an_error_that_names_the_nearest(home: Path) -> None:
     with pytest.raises(ConfigError, match="Did you mean 'disk_every'"):
         FlashCheckpoint(home, disk_evry=10)
@@ -425,7 +477,7 @@ def test_step_that_is_saved_twice_is_on_disk_as_it_was_the_second_time(home: Pat
         checkpoint.save_state(7, {"x": torch.full((100_000,), float(value))})
     assert checkpoint.wait().level in (Level.DURABLE, Level.SKIPPED)
     checkpoint.wait(7, Level.COMPLETE)
-    again = checkpoint.save_state(7, {"x": torch.full((100_000,), 9.0)})
+    again = checkpoint.save_state(7, {"x": torch.full((100_000,), 9.0)}, wait=60)
     assert checkpoint.wait().level is again.level is Level.DURABLE
     checkpoint.close()
     later = FlashCheckpoint(home)

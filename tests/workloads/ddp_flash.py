@@ -22,6 +22,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import resilience
+from resilience.checkpoint.receipt import Level
 
 PROGRESS = Path(os.environ["PROGRESS"])
 CYCLE = int(os.environ.get("RESILIENCE_CYCLE", os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")))
@@ -49,8 +50,9 @@ class Loader:
         self.rng.setstate(state["rng"])
 
 
-def strike(rank: int, step: int) -> None:
+def strike(checkpoint: resilience.FlashCheckpoint, rank: int, step: int) -> None:
     if len(sys.argv) > 5 and CYCLE == 0 and (rank, step) == (int(sys.argv[4]), int(sys.argv[5])):
+        checkpoint.wait(level=Level.COMPLETE)
         if sys.argv[3] == "raise":
             raise ValueError("bad batch")
         os.kill(os.getpid(), signal.SIGKILL)
@@ -81,9 +83,9 @@ def main() -> None:
                 loss.backward()
                 optimizer.step()
                 schedule.step()
-            checkpoint.save(step)
+            checkpoint.save(step, wait=60)
             resilience.heartbeat(step)
-            strike(rank, step)
+            strike(checkpoint, rank, step)
     tensors = [*inner.parameters(), *(value for state in optimizer.state.values() for value in state.values())]
     found = hashlib.sha256(b"".join(tensor.detach().numpy().tobytes() for tensor in tensors))
     found.update(repr((schedule.state_dict(), loader.state_dict(), float(torch.rand(1)))).encode())

@@ -27,7 +27,7 @@ def main() -> None:
         if start == 6:
             raise ValueError(f"this can't be gone on from {'x' * CYCLE}")  # never twice the same
         for step in range(start, 10 if CYCLE else 6):
-            checkpoint.save(step)
+            checkpoint.save(step, wait=60)
             checkpoint.wait(level=Level.DURABLE)
             resilience.heartbeat(step)
             if step == 3 and CYCLE == 0:

@@ -91,7 +91,7 @@ class Desk:
                 with contextlib.suppress(OSError):
                     os.close(fd)
             text = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
-            self._tell(caller, {"error": text})
+            self._tell(caller, {"error": text, "leaving": getattr(error, "leaving", None)})
 
     def _hang_up(self, caller: Caller) -> None:
         self._saver.selector.unregister(caller.sock)

@@ -105,6 +105,7 @@ class Saver:
         if not self._leaving_since:
             self._leaving_since = time.monotonic()
             for book in self.books.values():
+                book.directory.say_leaving()
                 book.secure()
 
     def close(self) -> None:
