@@ -247,6 +247,7 @@ class RankEnvironment:
     world: int = 1
     local_rank: int = 0
     local_world: int = 1
+    master: tuple[str, int] = ("", 0)  # where the ranks' store is
     restarts: int = 0  # as torchrun counts them; without a launcher of ours they number the cycles
     run: str = ""
 
@@ -264,6 +265,7 @@ def rank_environment() -> RankEnvironment:
         local_rank=_number("LOCAL_RANK", 0),
         local_world=_number("LOCAL_WORLD_SIZE", 1),
         restarts=_number("TORCHELASTIC_RESTART_COUNT", 0),
+        master=(os.environ.get("MASTER_ADDR", ""), _number("MASTER_PORT", 0)),
         run=os.environ.get(ENV_RUN) or os.environ.get("TORCHELASTIC_RUN_ID", ""),
     )
 

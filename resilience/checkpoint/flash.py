@@ -27,6 +27,7 @@ import torch
 
 from resilience.checkpoint import encoding, memory, options, plan, slots, storage
 from resilience.checkpoint.arena import Slot
+from resilience.checkpoint.assembly import assemble
 from resilience.checkpoint.attendant import Attendant
 from resilience.checkpoint.ledger import Ledger
 from resilience.checkpoint.link import Link, Place
@@ -86,7 +87,6 @@ class FlashCheckpoint:
         options.check(things, replicated, on_save_error, slots)
         self.directory = Path(directory).absolute()
         self._place = Place.here()
-        self._refuse_several_nodes()
         self._failures_every = mean_time_between_failures or options.DEVICE_FAILS_EVERY / self._place.world
         self._memory_every = Every.of("memory_every", memory_every)
         if not self._memory_every.steps:
@@ -112,12 +112,6 @@ class FlashCheckpoint:
         raises = on_save_error == "raise"
         self._attendant = Attendant(self._link, self._stager, self._place, raises=raises, most=max_failures)
 
-    def _refuse_several_nodes(self) -> None:
-        if self._place.world != self._place.local_world:
-            raise CheckpointError(
-                f"{self._place.world} ranks on several nodes: FlashCheckpoint works within one node so far. Nothing was set up."
-            )
-
     def _options(self, keep: int, keep_every: int) -> dict[str, Any]:
         every = self._disk_every
         return {
@@ -135,6 +129,8 @@ class FlashCheckpoint:
     def _come(self) -> Stager:
         """Get this rank's memory from the saver, or make it."""
         known = self._link.come(self._number)
+        if not self._place.alone:
+            assemble(self._link, self._place, self._restore_timeout)
         if known is not None:
             return Stager(self._place, *known, self._link.generation)
         need = self._estimate()

@@ -30,6 +30,11 @@ class Place:
     cycle: int
     run: str
 
+    @property
+    def alone(self) -> bool:
+        """Whether all ranks of the job are on this node."""
+        return self.local_world == self.world
+
     @classmethod
     def here(cls) -> Place:
         """Read it from the environment, as torchrun and ours set it; a single process without one is rank 0 of 1."""
@@ -49,6 +54,7 @@ class Link:
         self._turn = threading.RLock()  # a thread may look for a new saver while the script asks the old one
         self.wake = -1
         self.generation = 0
+        self.chair: dict[str, Any] = {}  # where the savers of several nodes meet, if this rank told its own
 
     def come(self, slots: int) -> tuple[Ledger, list[Slot]] | None:
         """Say hello; return this rank's memory if the saver has it from an earlier life. Raises for what the saver refuses."""
@@ -73,16 +79,17 @@ class Link:
                 "op": "hello",
                 "directory": self._directory,
                 "rank": place.rank,
-                "world": place.world,
-                "cycle": place.cycle,
+                "cycle": [place.cycle, place.world, place.rank - place.local_rank, place.local_world],
                 "pid": os.getpid(),
                 "slots": slots,
                 "generation": self.generation,
                 "options": self._options,
             }
         )
-        self.generation, self.wake = answer["generation"], fds[0]
+        self.generation, self.wake = self.generation or answer["generation"], fds[0]
         os.set_blocking(self.wake, False)
+        if self.chair and not answer["seated"]:  # one that took another's place
+            self.ask({"op": "chair" if place.rank == 0 else "attend", **self.chair, "known": self.chair})
         return (Ledger(fds[1]), [Slot(fd) for fd in fds[2:]]) if answer["known"] else None
 
     def _address(self) -> str:

@@ -82,7 +82,7 @@ class Manifest:
                 raise ManifestError("it has no format version")
             if version > VERSION:
                 raise ManifestError(f"it has format version {version}; this program reads up to {VERSION}")
-            shards, values = _files(found.pop("shards")), _files(found.pop("values"))
+            shards, values = files_of(found.pop("shards")), files_of(found.pop("values"))
             manifest = cls(shards=shards, values=values, **found)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ManifestError(f"it can't be read: {type(error).__name__}: {error}") from error
@@ -107,7 +107,8 @@ class Manifest:
             raise ManifestError("it lists a file twice")
 
 
-def _files(items: Any) -> tuple[File, ...]:
+def files_of(items: Any) -> tuple[File, ...]:
+    """Read a list of files. Raises :class:`ManifestError`."""
     if not isinstance(items, list):
         raise ManifestError("it has no list of files where there should be one")
     return tuple(_file(item) for item in items)

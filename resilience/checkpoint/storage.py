@@ -18,10 +18,11 @@ import json
 import logging
 import os
 import re
+import secrets
 import shutil
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -60,6 +61,7 @@ class Directory:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._lock = -1
+        self._mark: Path | None = None
 
     # -- one job at a time ------------------------------------------------------------------------------------------
 
@@ -80,13 +82,25 @@ class Directory:
         self._lock = fd
         self._sign({"run": run})
         for path in self.path.glob(f"{_PARTIAL}*"):
-            shutil.rmtree(path, ignore_errors=True)
+            path.unlink() if path.is_file() else shutil.rmtree(path, ignore_errors=True)
 
     def _sign(self, more: dict[str, object]) -> None:
         signed = json.dumps({"host": socket.gethostname(), "pid": os.getpid(), **more}).encode()
         with contextlib.suppress(OSError):  # a full disk: the lock holds all the same
             os.ftruncate(self._lock, 0)
             os.pwrite(self._lock, signed, 0)
+
+    def mark(self) -> str:
+        """Leave a file by which other nodes know that they have the same directory; return its name."""
+        self._unmark()
+        self._mark = self.path / f"{_PARTIAL}here-{secrets.token_hex(8)}"
+        self._mark.touch()
+        return self._mark.name
+
+    def _unmark(self) -> None:
+        if self._mark is not None:
+            with contextlib.suppress(OSError):
+                self._mark.unlink()
 
     def say_leaving(self) -> None:
         """Let whoever comes next know that it is worth waiting for us."""
@@ -95,6 +109,7 @@ class Directory:
 
     def close(self) -> None:
         """Let others write here."""
+        self._unmark()
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
@@ -117,21 +132,24 @@ class Directory:
 
     # -- writing ----------------------------------------------------------------------------------------------------
 
-    @contextlib.contextmanager
-    def new(self, step: int) -> Iterator[Path]:
-        """Give a folder to write a checkpoint into; it appears under its name when the block ends without an error."""
-        folder = self.path / f"{_PARTIAL}{step:08d}"
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-        try:
-            yield folder
-            sync(folder)
-            target = self._free_name(step)
-            folder.rename(target)
-            sync(self.path)
-        except BaseException:
-            shutil.rmtree(folder, ignore_errors=True)
-            raise
+    def partial(self, folder: str) -> Path:
+        """Return a folder to write parts of a checkpoint into; several nodes may use it at the same time."""
+        make_folder(self.path)
+        path = self.path / f"{_PARTIAL}{folder}"
+        path.mkdir(exist_ok=True)
+        return path
+
+    def commit(self, folder: str, contents: Manifest) -> None:
+        """Make a checkpoint of a folder in which every file is on the disk: manifest first, then its name."""
+        path = self.path / f"{_PARTIAL}{folder}"
+        write_manifest(path, contents)
+        sync(path)
+        path.rename(self._free_name(contents.step))
+        sync(self.path)
+
+    def discard(self, folder: str) -> None:
+        """Remove what was written into a folder that will not become a checkpoint."""
+        shutil.rmtree(self.path / f"{_PARTIAL}{folder}", ignore_errors=True)
 
     def _free_name(self, step: int) -> Path:
         target, number = self.path / f"step-{step:08d}", 2

@@ -33,6 +33,7 @@ class Vault:
         self._sock: socket.socket | None = None
         self._number = 0
         self._held: dict[tuple[str, int], tuple[dict[str, Any], list[int]]] = {}  # by directory and rank
+        self._rounds: dict[str, dict[str, Any]] = {}  # by directory: where the savers of all nodes meet
 
     def address(self) -> str:
         """Return where the saver listens; start it if there is none."""
@@ -59,6 +60,9 @@ class Vault:
         for message, fds in self._held.values():
             with contextlib.suppress(OSError):
                 channel.send(ours, {**message, "op": "vault"}, tuple(fds))
+        for message in self._rounds.values():
+            with contextlib.suppress(OSError):
+                channel.send(ours, message)
         ours.setblocking(False)
 
     def _hear(self, sock: socket.socket) -> None:
@@ -80,6 +84,8 @@ class Vault:
             for fd in before:
                 os.close(fd)
             self._held[key] = (message, fds)
+        elif message.get("op") == "round":
+            self._rounds[str(message["directory"])] = message
         else:
             for fd in fds:
                 os.close(fd)

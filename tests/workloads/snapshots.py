@@ -93,7 +93,7 @@ def main() -> None:
                 model.advance(step)
                 own.advance(step)
                 time.sleep(DT)
-            receipts[step] = checkpoint.save(step)
+            receipts[step] = checkpoint.save(step, wait=60 if step == steps - 1 else 0)
             acknowledge(receipts)
             note(f"step-{step}")
             resilience.heartbeat(step)

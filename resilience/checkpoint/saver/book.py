@@ -1,12 +1,15 @@
-"""One directory's snapshots on this node: the ledgers of all ranks, what is decided about them, what is to be written to disk.
+"""One directory's snapshots on this node: the ledgers of its ranks, what the chair has decided about them, what is being written.
 
-Everything here is called by the saver's loop, in one thread; the writing itself is the clerk's (:mod:`clerk`).
+Everything here is called by the saver's loop, in one thread; the writing itself is the clerk's (:mod:`clerk`), and what concerns
+all nodes is the chair's (:mod:`chair`), who is asked through the council even if there is one node only.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import os
+import selectors
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,79 +17,21 @@ from pathlib import Path
 from typing import Any
 
 from resilience.checkpoint import decisions
-from resilience.checkpoint.arena import Slot
-from resilience.checkpoint.decisions import Key, RankView
-from resilience.checkpoint.ledger import (
-    L_ALIVE,
-    L_ATTEMPT,
-    L_COMPLETE,
-    L_FAILURES,
-    L_GENERATION,
-    L_SERIAL,
-    Ledger,
-    Seal,
-    fence,
-)
+from resilience.checkpoint.decisions import Key
+from resilience.checkpoint.ledger import L_ALIVE, L_ATTEMPT, L_FAILURES, L_GENERATION, L_SERIAL
 from resilience.checkpoint.saver import restores
-from resilience.checkpoint.schedule import young_daly
+from resilience.checkpoint.saver.chair import Chair, Message
+from resilience.checkpoint.saver.council import Council
+from resilience.checkpoint.saver.digests import Digests
+from resilience.checkpoint.saver.member import Member, Snapshot, view
+from resilience.checkpoint.schedule import DiskClock
 from resilience.checkpoint.slots import COMPLETE, PENDING, VOID
 from resilience.checkpoint.storage import Directory
 
 _LOG = logging.getLogger("resilience.saver")
+_NO_CHAIR = "the saver of rank 0's node was lost while the ranks were restoring"
+_CUT_S = 5.0
 _SIGNS = (L_GENERATION, L_SERIAL, L_ATTEMPT)  # one of them changes whenever a rank has done something
-
-
-@dataclass
-class Member:
-    """One rank of this node: its memory, and whether it is there."""
-
-    rank: int
-    ledger: Ledger
-    slots: list[Slot]
-    cycle: int = -1
-    pid: int = 0
-    said_bye: bool = False
-    gone: bool = False
-
-    def seals(self) -> dict[Key, Seal]:
-        """Return its sealed snapshots."""
-        return {seal.key: seal for seal in self.ledger.seals()}
-
-    def usable(self, world: int) -> dict[Key, Seal]:
-        """Return its snapshots that can be combined with those of the other ranks."""
-        return {key: seal for key, seal in self.seals().items() if seal.world == world and seal.decision != VOID}
-
-    def fds(self) -> tuple[int, ...]:
-        """Return the descriptors of its memory, to be handed on."""
-        return (self.ledger.fd, *(slot.fd for slot in self.slots))
-
-    def close(self) -> None:
-        """Let go of its memory."""
-        self.ledger.close()
-        for slot in self.slots:
-            slot.close()
-
-
-def view(member: Member, world: int) -> RankView:
-    """Read what a rank's ledger says: what it tried first, then what it sealed, so that no seal is missed. What was sealed in a
-    world of another size, or is void, does not count any more."""
-    generation, attempt = member.ledger.words[L_GENERATION], member.ledger.words[L_ATTEMPT]
-    fence()
-    return RankView(generation, attempt, list(member.usable(world)), member.gone)
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """A snapshot that all ranks of the node have sealed."""
-
-    key: Key
-    seals: dict[int, Seal]
-    cycle: int
-    world: int
-
-    def serials(self) -> dict[int, int]:
-        """Return the serial of each rank's seal."""
-        return {rank: seal.serial for rank, seal in self.seals.items()}
 
 
 @dataclass
@@ -101,252 +46,380 @@ class Options:
     run: str = ""
     facts: dict[str, Any] = field(default_factory=dict)
 
+    def clock(self) -> DiskClock:
+        """Return what says when a snapshot is to be written."""
+        return DiskClock(self.disk_seconds, self.disk_auto, self.failures_s, time.monotonic())
+
+
+@dataclass(frozen=True)
+class Cycle:
+    """Which ranks of which job live on this node now."""
+
+    number: int
+    world: int
+    first: int  # rank
+    local: int  # ranks on this node
+
+    @property
+    def ranks(self) -> range:
+        """The ranks of this node."""
+        return range(self.first, self.first + self.local)
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is no other node."""
+        return self.local == self.world
+
 
 class Book:
-    """All ranks that save into one directory."""
+    """All ranks of this node that save into one directory."""
 
-    def __init__(self, path: Path, options: Options, write: Callable[[Book, Snapshot], None]) -> None:
+    def __init__(
+        self,
+        path: Path,
+        options: Options,
+        selector: selectors.BaseSelector,
+        write: Callable[[Book, Snapshot, str], None],
+        serve: Callable[[Book, Message], None],
+    ) -> None:
         self.directory = Directory(path)
         self.options = options
         self.members: dict[int, Member] = {}
-        self.world = 1
-        self.cycle = -1
+        self.cycle = Cycle(-1, 1, 0, 1)
         self.generation = 0
+        self.begun = False  # the chair has begun the cycle
+        self._again = False  # the cycle goes on, only the saver or the line is a new one
+        self.done = False  # the chair needs us no longer
         self.failures: list[str] = []
-        self.writing: set[Key] = set()
-        self.wanted: set[int] = set()  # steps that somebody waits for and that are not complete yet
-        self.durable: Key | None = None
-        self.digests: dict[tuple[int, int], list[str]] = {}  # by rank and serial, of the data's chunks
+        self.writing: dict[str, Snapshot] = {}  # by folder
+        self.digests = Digests()
         self.tries = restores.read(path)
+        self.council = Council(selector, 0, self._hear)
+        self.council.rejoin = self._join
+        self.council.cut = lambda: serve(self, {"op": "refused", "why": _NO_CHAIR})
+        self._chair = Chair(options.clock(), f"{os.getpid()}-")
         self._write = write
-        self._disk_due = (
-            time.monotonic() + options.disk_seconds
-        )  # the first one is due at once where its cost is unknown
-        self.write_s = 0.0  # how long the last write took
-        self._ordered_at = 0.0
+        self._serve = serve  # what concerns ranks or disk more than ledgers
+        self._reported: dict[Key, dict[int, int]] = {}  # serials of what the chair was told of
+        self._results: dict[str, Message] = {}  # by folder: what became of it, until the chair has answered
+        self._asked: list[Message] = []  # to be said again if the line is cut
         self._retired: list[Member] = []
-        self._inherited = False
+        self._tried = 0
         self._signs: list[tuple[int, ...]] = []
         self._complained: set[str] = set()
 
     # -- who is there -----------------------------------------------------------------------------------------------
 
-    def begin(self, cycle: int, world: int, rank: int, pid: int, generation: int) -> None:
+    def begin(self, cycle: Cycle, rank: int, pid: int, generation: int) -> None:
         """Begin a cycle, if this rank's coming shows that it is a new one: what is sealed from now on never combines with what
         was sealed before. A rank that has a ``generation`` only lost the saver that it had."""
         if generation:
             self.generation = max(self.generation, generation)
-            self.cycle, self.world = cycle, world
+            if cycle != self.cycle:
+                self._assemble(cycle, again=True)
             return
         member = self.members.get(rank)
-        came_again = member is not None and member.cycle == cycle and member.pid not in (0, pid)
+        came_again = member is not None and member.cycle == cycle.number and member.pid not in (0, pid)
         if cycle == self.cycle and not came_again:
             return
-        self.new_generation()
-        self.cycle, self.world = cycle, world
+        self.generation = self.newest_generation()
+        self._assemble(cycle, again=False)
         for other in self.members.values():  # of a cycle without numbers: they will come again too
-            other.cycle = min(other.cycle, cycle - 1)
+            other.cycle = min(other.cycle, cycle.number - 1)
+        if cycle.alone:
+            self._join()
+            self.council.turn()
 
-    def new_generation(self) -> None:
-        """Begin anew: what is sealed from now on never combines with what was sealed before."""
+    def _assemble(self, cycle: Cycle, *, again: bool) -> None:
+        self.cycle, self.begun, self.done, self._again = cycle, False, False, again
+        self.council.node = cycle.first
+        self._reported, self._asked, self._signs = {}, [], []
+        self._retire([rank for rank in self.members if rank not in cycle.ranks])
+        if cycle.first == 0:
+            self._chair.new_round(cycle.world, cycle.number)
+        if cycle.alone:
+            self.council.preside(self._chair)
+
+    def preside(self, host: str, port: int, secret: str) -> dict[str, Any]:
+        """Be the chair of several nodes; return where the others find it."""
+        self._chair.new_round(self.cycle.world, self.cycle.number)
+        found = self.council.preside(self._chair, host, port, secret)
+        self._join()
+        return found
+
+    def attend(self, host: str, port: int, secret: str) -> None:
+        """Join the chair of several nodes."""
+        self.council.attend(host, port, secret)
+
+    def _join(self) -> None:
+        """Tell the chair who and what is here, and once more what it may not have heard."""
+        held = [snapshot.key for snapshot in self._held()]
+        leased = [snapshot.key for snapshot in self._held() if self._is_unfinished(snapshot)]
+        self.council.say(
+            op="join",
+            node=self.cycle.first,
+            ranks=self.cycle.local,
+            generation=self.generation,
+            again=self._again,
+            held=held,
+            leased=leased,
+        )
+        self._reported, self._signs, self._tried = {}, [], 0
+        for message in (*self._results.values(), *self._asked):
+            self.council.say(**message)
+
+    def newest_generation(self) -> int:
+        """Return the newest generation that anything here, or on disk, belongs to."""
         known = [member.ledger.words[L_GENERATION] for member in self.members.values()]
         stored = [item.manifest.generation for item in self.directory.stored(self.complain)]
-        self.generation = max([0, self.generation, *known, *stored]) + 1
+        return max([0, self.generation, *known, *stored])
 
-    def take_over(self) -> None:
-        """Go on where another saver was: the ledgers know the generation."""
-        for member in self.members.values():
-            self.generation = max(self.generation, member.ledger.words[L_GENERATION])
+    def take_over(self, cycle: Cycle, member: Member) -> None:
+        """Take in memory that another saver had, and go on where that was: the ledgers know the generation."""
+        if cycle.number >= self.cycle.number and cycle != self.cycle:
+            self._assemble(cycle, again=True)
+        self.generation = max(self.generation, member.ledger.words[L_GENERATION])
+        self.deposit(member)
 
     def deposit(self, member: Member) -> None:
         """Take in a rank's memory."""
-        before = self.members.get(member.rank)
-        if before is not None:
-            self._retired.append(before)  # the clerk may still read it
-            self.digests = {key: known for key, known in self.digests.items() if key[0] != member.rank}
+        if member.rank in self.members:
+            self._retire([member.rank])
         self.members[member.rank] = member
-        self._inherited = True
+        if self.council.seated and len(self.locals()) == self.cycle.local:
+            self._join()  # now it is known what is here
+
+    def _retire(self, ranks: list[int]) -> None:
+        for rank in ranks:
+            self._retired.append(self.members.pop(rank))  # the clerk may still read it
+            self.digests.forget(rank)
+
+    def locals(self) -> dict[int, Member]:
+        """Return the ranks of this node that have come."""
+        return {rank: self.members[rank] for rank in self.cycle.ranks if rank in self.members}
+
+    # -- what is in memory ------------------------------------------------------------------------------------------
+
+    def snapshot(self, key: Key) -> Snapshot | None:
+        """Return a snapshot if every rank of this node has it."""
+        found = {rank: member.usable(self.cycle.world).get(key) for rank, member in self.locals().items()}
+        seals = {rank: seal for rank, seal in found.items() if seal is not None}
+        return Snapshot(key, seals) if len(seals) == self.cycle.local else None
+
+    def restorable(self) -> list[Key]:
+        """Return the snapshots in memory that all ranks of this node have sealed, newest first."""
+        seals = {rank: list(member.usable(self.cycle.world)) for rank, member in self.locals().items()}
+        return decisions.restorable(seals, self.cycle.local)
+
+    def newest(self) -> Snapshot | None:
+        """Return the newest snapshot that all ranks of this node have sealed."""
+        found = self.restorable()
+        return self.snapshot(found[0]) if found else None
+
+    def _held(self) -> list[Snapshot]:
+        """Return the snapshots that no rank can overwrite before they are leased."""
+        found = [self.snapshot(key) for key in self.restorable()]
+        return [item for item in found if item is not None and self._holds(item)]
+
+    def _holds(self, snapshot: Snapshot) -> bool:
+        return all(self.members[rank].holds(seal) for rank, seal in snapshot.seals.items())
+
+    def _is_unfinished(self, snapshot: Snapshot) -> bool:
+        """Whether an earlier saver was writing it, or was still to."""
+        return any(
+            not seal.is_durable
+            and (self.members[rank].ledger.is_leased(seal) or (seal.on_disk and seal.decision == COMPLETE))
+            for rank, seal in snapshot.seals.items()
+        )
 
     # -- decisions --------------------------------------------------------------------------------------------------
 
     def turn(self) -> None:
-        """Decide whatever can be decided; have written what is due."""
+        """Tell the chair whatever is new here, and hear what it says."""
         now = time.monotonic_ns()
         for member in self.members.values():
             member.ledger.words[L_ALIVE] = now
         signs = [(member.gone, *(member.ledger.words[word] for word in _SIGNS)) for member in self.members.values()]
-        if signs == self._signs:
-            return  # nobody has done anything since the last look
-        self._signs = signs
-        if self._inherited and len(self.members) >= self.world:
-            self._inherited = False
-            self._take_over_leases()
-        views = {rank: view(member, self.world) for rank, member in self.members.items() if rank < self.world}
+        if signs != self._signs and self.begun:
+            self._signs = signs
+            self._report()
+        self.council.turn()
+        if self._retired and not self.writing:
+            self._let_go()
+
+    def _report(self) -> None:
+        views = {rank: view(member, self.cycle.world) for rank, member in self.locals().items()}
         pending = {
-            seal.key for member in self.members.values() for seal in member.ledger.seals() if seal.decision == PENDING
+            seal.key for member in self.locals().values() for seal in member.ledger.seals() if seal.decision == PENDING
         }
-        for key in sorted(pending) if views else ():
-            decision = decisions.decide(key, views, self.world)
-            if decision == COMPLETE:
-                self._complete(key)
-            elif decision == VOID:
+        for key in sorted(pending):
+            verdict = decisions.decide(key, views, self.cycle.local)
+            if verdict == VOID:
                 self._void(key)
+                self.council.say(op="void", key=key)
+            elif verdict == COMPLETE:
+                self._report_sealed(key)
+        self._report_tried([view.attempt if view.generation == self.generation else 0 for view in views.values()])
 
-    def _take_over_leases(self) -> None:
-        """Finish what an earlier saver began: what it had leased, or was still to write, is written; or let go."""
-        for member in self.members.values():
-            for seal in member.ledger.seals():
-                wanted = member.ledger.is_leased(seal) or (seal.on_disk and seal.decision == COMPLETE)
-                if not wanted or seal.is_durable or seal.key in self.writing:
-                    continue
-                snapshot = self.snapshot(seal.key)
-                if snapshot is not None and all(self._is_held(rank, it) for rank, it in snapshot.seals.items()):
-                    self.order(snapshot)
-                else:
-                    member.ledger.release(seal)
+    def _report_tried(self, attempts: list[int]) -> None:
+        """Let the chair know of a step that all ranks here tried and did not seal: another node may hold it, and wait for us."""
+        tried = min(attempts) if len(attempts) == self.cycle.local else 0
+        if tried != self._tried and tried and (self.generation, tried - 1) not in self._reported:
+            self.council.say(op="tried", step=tried)
+        self._tried = tried
 
-    def _is_held(self, rank: int, seal: Seal) -> bool:
-        """Whether a rank can't overwrite a slot before it is leased: it is already, or holds W or newer."""
-        ledger = self.members[rank].ledger
-        return ledger.is_leased(seal) or seal.serial >= ledger.words[L_COMPLETE]
+    def _report_sealed(self, key: Key) -> None:
+        snapshot = self.snapshot(key)
+        if snapshot is not None and self._reported.get(key) != snapshot.serials():
+            self._reported = {old: known for old, known in self._reported.items() if old >= (key[0] - 1, 0)}
+            self._reported[key] = snapshot.serials()
+            self.council.say(op="sealed", key=key, want=any(seal.on_disk for seal in snapshot.seals.values()))
 
     def _void(self, key: Key) -> None:
-        for member in self.members.values():
+        for member in self.locals().values():
             seal = member.seals().get(key)
-            if seal is not None:
+            if seal is not None and seal.decision == PENDING:
                 member.ledger.decide(seal, VOID)
 
-    def _complete(self, key: Key) -> None:
+    def _complete(self, key: Key, folder: str) -> None:
         """All ranks have it. What is to be written is leased before anybody is told: then it can't be overwritten."""
+        if folder:
+            self._order(key, folder)
         snapshot = self.snapshot(key)
-        if snapshot is None:
-            return
-        if self._is_wanted(snapshot):
-            self.order(snapshot)
-        for rank, seal in snapshot.seals.items():
+        for rank, seal in snapshot.seals.items() if snapshot is not None else ():
             self.members[rank].ledger.decide(seal, COMPLETE)
-        if self.tries and key[0] == self.generation:
+        if key[0] == self.generation:
             self.forget_tries()
 
-    def _is_wanted(self, snapshot: Snapshot) -> bool:
-        if snapshot.key[1] in self.wanted or any(seal.on_disk for seal in snapshot.seals.values()):
-            self.wanted.discard(snapshot.key[1])
-            return True
-        timed = self.options.disk_seconds or self.options.disk_auto
-        if timed and time.monotonic() >= self._disk_due and not self.writing:
-            self._disk_due = time.monotonic() + self._disk_interval()
-            return True
-        return False
-
-    def _disk_interval(self) -> float:
-        """Return how long the next one written by the clock is away."""
-        if not self.options.disk_auto:
-            return self.options.disk_seconds
-        return max(2 * self.write_s, young_daly(self.write_s, self.options.failures_s))
-
-    def snapshot(self, key: Key) -> Snapshot | None:
-        """Return a snapshot if every rank of this node has it."""
-        seals = {rank: member.usable(self.world).get(key) for rank, member in self.members.items() if rank < self.world}
-        found = {rank: seal for rank, seal in seals.items() if seal is not None}
-        return Snapshot(key, found, self.cycle, self.world) if found and len(found) == len(seals) else None
-
-    def restorable(self) -> list[Key]:
-        """Return the snapshots in memory that all ranks have sealed, newest first."""
-        seals = {rank: list(member.usable(self.world)) for rank, member in self.members.items() if rank < self.world}
-        return decisions.restorable(seals, self.world)
-
-    def newest(self) -> Snapshot | None:
-        """Return the newest snapshot that all ranks have sealed."""
-        found = self.restorable()
-        return self.snapshot(found[0]) if found else None
-
-    def keep_digests(self, snapshot: Snapshot, digests: dict[int, list[str]]) -> None:
-        """Keep the digests of a snapshot's data as long as it is in memory."""
-        held = {(rank, seal.serial) for rank, member in self.members.items() for seal in member.ledger.seals()}
-        self.digests = {key: known for key, known in self.digests.items() if key in held}
-        self.digests |= {(rank, snapshot.seals[rank].serial): known for rank, known in digests.items()}
-
-    def undigested(self, patience: float) -> Snapshot | None:
-        """Return the newest snapshot, if it has no digests and has been the newest for so long that they are worth it."""
-        newest = self.newest()
-        if newest is None or len(self.known_digests(newest)) == len(newest.seals):
-            return None
-        age = time.monotonic_ns() - max(seal.sealed_at for seal in newest.seals.values())
-        return newest if age > patience * 1e9 else None
-
-    def known_digests(self, snapshot: Snapshot) -> dict[int, list[str]]:
-        """Return the digests that are known already, by rank."""
-        known = {rank: self.digests.get((rank, seal.serial)) for rank, seal in snapshot.seals.items()}
-        return {rank: found for rank, found in known.items() if found is not None}
+    def _hear(self, message: Message) -> None:
+        """Do what the chair says."""
+        op, key = message["op"], tuple(message.get("key") or ())
+        if op == "begin":
+            self.generation, self.begun, self._again = int(message["generation"]), True, True
+        elif op == "decided" and message["verdict"] == COMPLETE:
+            self._complete(key, message["folder"])
+        elif op == "decided":
+            self._void(key)
+        elif op == "write":
+            self._order(key, message["folder"])
+        elif op in ("durable", "failed"):
+            self._written(message["folder"], str(message.get("why", "")))
+        elif op == "done":
+            self.done = True
+            self.forget_tries()
+        else:
+            self._serve(self, message)
 
     # -- to disk ----------------------------------------------------------------------------------------------------
 
-    def order(self, snapshot: Snapshot) -> None:
+    def _order(self, key: Key, folder: str) -> None:
         """Lease a snapshot and have it written."""
-        durable = all(seal.is_durable for seal in snapshot.seals.values())
-        if snapshot.key in self.writing or durable:
+        snapshot = self.snapshot(key)
+        if folder in self.writing:
+            return  # the chair asks again because it did not hear: it will
+        if snapshot is None or not self._holds(snapshot):
+            self.report_written(folder, {"op": "failed", "why": f"step {key[1]} is no longer in memory"})
             return
-        self.writing.add(snapshot.key)
-        self._ordered_at = time.monotonic()
+        self.writing[folder] = snapshot
         for rank, seal in snapshot.seals.items():
             self.members[rank].ledger.lease(seal)
-        self._write(self, snapshot)
+        self._write(self, snapshot, folder)
 
-    def is_done(self) -> bool:
-        """Whether all ranks have come, and taken leave."""
-        return len(self.members) >= self.world and all(member.said_bye for member in self.members.values())
+    def report_written(self, folder: str, result: Message) -> None:
+        """Tell the chair what became of this node's part of a snapshot."""
+        self._results[folder] = {**result, "folder": folder}
+        self.council.say(**self._results[folder])
 
-    def secure(self) -> None:
-        """Have the newest complete snapshot on disk: a rank failed, or everybody leaves."""
-        self.turn()
-        newest = self.newest()
-        if newest is not None:
-            self.order(newest)
-
-    def secure_step(self, step: int) -> bool:
-        """Have a step written if it is the newest that all ranks have, or may become it; return whether it will be."""
-        self.turn()
-        newest = self.newest()
-        self.wanted = {item for item in self.wanted if newest is None or item > newest.key[1]}
-        if newest is not None and newest.key[1] == step:
-            self.order(newest)
-        elif newest is None or newest.key[1] < step:
-            self.wanted.add(step)  # not sealed by all ranks yet
-        return step in self.wanted or any(key[1] == step for key in self.writing)
-
-    def written(self, snapshot: Snapshot, error: str, digests: dict[int, list[str]]) -> None:
-        """Take note that a snapshot is on disk, with these digests, or why it is not."""
-        self.writing.discard(snapshot.key)
-        self.write_s = time.monotonic() - self._ordered_at
-        if self.options.disk_auto:
-            self._disk_due = self._ordered_at + self._disk_interval()
-        self.keep_digests(snapshot, digests)
+    def _written(self, folder: str, why: str) -> None:
+        """Take note that a snapshot is on disk, or why it is not."""
+        snapshot = self.writing.pop(folder, None)
+        self._results.pop(folder, None)
+        if why:
+            self.fail(why)
+        if snapshot is None:
+            return
         for rank, seal in snapshot.seals.items():
             member = self.members.get(rank)
             if member is None or member.ledger.seal_of(seal.slot) is None:
                 continue
-            if not error:
+            if not why:
                 member.ledger.mark_durable(seal)
             member.ledger.release(seal)
         again = self.snapshot(snapshot.key)
-        if again is not None and not error and again.serials() != snapshot.serials():
-            self.order(again)  # the same step was saved once more meanwhile
-        if error:
-            self.fail(error)
+        if again is not None and not why and again.serials() != snapshot.serials():
+            self.council.say(op="sealed", key=snapshot.key, want=True)  # saved once more meanwhile
+
+    def secure(self) -> None:
+        """Have the newest complete snapshot on disk: a rank failed, or everybody leaves."""
+        self.turn()
+        self.council.say(op="secure")
+        self.council.turn()
+
+    def secure_step(self, step: int) -> bool:
+        """Have a step written if it is the newest that the ranks here have sealed; return whether it will be."""
+        self.turn()
+        seals = [seal for member in self.locals().values() for seal in member.usable(self.cycle.world).values()]
+        newest = max((seal.key for seal in seals), default=(0, -1))
+        if newest[1] <= step:
+            self._say_once(op="want", step=step)
+            self.council.turn()
+            return True
+        coming = {seal.key for seal in seals if seal.on_disk} | {snapshot.key for snapshot in self.writing.values()}
+        return any(key[1] == step for key in coming)
+
+    def _say_once(self, **message: Any) -> None:
+        """Say something that is still meant when the line was cut."""
+        self._asked = [*(other for other in self._asked if other["op"] != message["op"]), message]
+        self.council.say(**message)
+
+    def say_bye(self) -> None:
+        """Tell the chair that the ranks of this node are done; what they sealed comes first."""
+        self.turn()
+        self._say_once(op="bye")
+        self.council.turn()
+
+    def ask(self, message: Message) -> None:
+        """Ask the chair what to go on from, or tell it what became of it."""
+        self.turn()
+        self.council.say(**message)
+        self.council.turn()
+
+    def missing(self) -> int:
+        """Return how many ranks are yet to come, as far as is known here."""
+        return self.council.chair.missing() if self.council.chair is not None else 0
+
+    def leave(self) -> None:
+        """Have the newest complete snapshot on disk: this saver is about to end."""
+        self.directory.say_leaving()
+        self.turn()
+        if self.council.chair is not None:
+            self.council.chair.leave(time.monotonic())
         else:
-            self.durable = max(self.durable or snapshot.key, snapshot.key)
+            self._say_once(op="bye")
+        self.council.turn()
+
+    def is_settled(self) -> bool:
+        """Whether nothing is left to be done for anybody."""
+        return not self.writing and (self.done or not self.begun or self.council.cut_for() > _CUT_S)
+
+    def is_done(self) -> bool:
+        """Whether all ranks of this node have come, and taken leave or died."""
+        here = self.locals().values()
+        return len(here) == self.cycle.local and all(member.said_bye or member.gone for member in here)
 
     def fail(self, why: str) -> None:
         """Keep a failure for whoever asks, and let all ranks know that there is one."""
+        _LOG.error("%s", why)
         self.failures.append(why)
         for member in self.members.values():
             member.ledger.words[L_FAILURES] += 1
 
-    def go_back_to(self, key: Key | None) -> None:
+    def go_back_to(self, key: Key | None, generation: int) -> None:
         """Begin from a snapshot in memory (``None``: from disk, or afresh): whatever is newer is void."""
-        for rank, member in self.members.items():
-            seal = member.seals().get(key) if key is not None and rank < self.world else None
-            member.ledger.go_back_to(seal)
+        self.generation = generation
+        self._reported, self._asked = {}, []
+        for member in self.locals().values():
+            member.ledger.go_back_to(member.seals().get(key) if key is not None else None)
 
     # -- going on ---------------------------------------------------------------------------------------------------
 
@@ -362,6 +435,8 @@ class Book:
             self._keep_tries()
 
     def _keep_tries(self) -> None:
+        if self.cycle.first != 0:
+            return  # the chair's node keeps them
         try:
             restores.write(self.directory.path, self.tries)
         except OSError as error:
@@ -373,10 +448,15 @@ class Book:
             self._complained.add(text)
             _LOG.warning("%s", text)
 
-    def close(self) -> None:
-        """Let go of all memory."""
-        for member in (*self.members.values(), *self._retired):
+    def _let_go(self) -> None:
+        for member in self._retired:
             with contextlib.suppress(OSError):
                 member.close()
-        self.members, self._retired = {}, []
+        self._retired = []
+
+    def close(self) -> None:
+        """Let go of all memory."""
+        self.council.close()
+        self._retire(list(self.members))
+        self._let_go()
         self.directory.close()

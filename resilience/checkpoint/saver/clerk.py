@@ -8,102 +8,126 @@ from __future__ import annotations
 
 import logging
 import queue
+import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from resilience.checkpoint import digest, storage
+from resilience.checkpoint import digest, manifest, storage
 from resilience.checkpoint.arena import Slot
 from resilience.checkpoint.ledger import Seal
-from resilience.checkpoint.manifest import Manifest
+from resilience.checkpoint.manifest import File, Manifest
+from resilience.checkpoint.saver.chair import Write
 from resilience.errors import CheckpointError
 
 _LOG = logging.getLogger("resilience.saver")
 
 
 @dataclass(frozen=True)
-class Job:
-    """A snapshot to be written: everything that the clerk needs to know about it."""
+class Part:
+    """This node's part of a snapshot that is to be written: everything that the clerk needs to know about it."""
 
     directory: storage.Directory
+    folder: str
     key: tuple[int, int]
-    cycle: int
-    world: int
     seals: Mapping[int, Seal]
     slots: Mapping[int, Slot]  # by rank: the slot that holds it
-    digests: Mapping[int, list[str]]
-    keep: int
-    keep_every: int
-    facts: Mapping[str, Any]
-    done: Callable[
-        [str, dict[int, list[str]]], None
-    ]  # called in the clerk's thread, with an error or "", and the digests
+    known: Mapping[int, list[str]]  # digests
+
+
+@dataclass(frozen=True)
+class Written:
+    """What became of it."""
+
+    shards: tuple[File, ...] = ()
+    values: tuple[File, ...] = ()
+    why: str = ""
+
+    def digests(self) -> dict[int, list[str]]:
+        """Return the digests of the data, by rank."""
+        return {file.rank: list(file.digests[1:]) for file in self.shards}
+
+    def message(self) -> dict[str, Any]:
+        """Return it as the chair wants to hear it."""
+        if self.why:
+            return {"op": "failed", "why": self.why}
+        files = {"shards": self.shards, "values": self.values}
+        return {"op": "written"} | {kind: [_plain(file) for file in found] for kind, found in files.items()}
+
+
+def _plain(file: File) -> dict[str, Any]:
+    return {**asdict(file), "digests": list(file.digests)}
 
 
 class Clerk:
-    """Works off jobs in order."""
+    """Works off what it is asked for, in order."""
 
     def __init__(self) -> None:
-        self._jobs: queue.SimpleQueue[Job | Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="resilience-clerk", daemon=True)
-        self._thread.start()
+        self._acts: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="resilience-clerk", daemon=True).start()
 
-    def write(self, job: Job) -> None:
-        """Have a snapshot written."""
-        self._jobs.put(job)
+    def write(self, part: Part, done: Callable[[Written], None]) -> None:
+        """Have a part written; ``done`` is called in the clerk's thread, whatever happens."""
+        self.do(lambda: done(persist(part)))
 
     def do(self, act: Callable[[], None]) -> None:
         """Have something done after everything that was asked for before."""
-        self._jobs.put(act)
+        self._acts.put(act)
 
     def _run(self) -> None:
         while True:
-            job = self._jobs.get()
-            if job is None:
-                return
-            if not isinstance(job, Job):
-                try:
-                    job()
-                except Exception:  # noqa: BLE001 - the same boundary: what comes after must still be written
-                    _LOG.exception("something that the clerk was asked to do failed; it goes on with the next.")
-                continue
             try:
-                written = persist(job)
-            except Exception as error:  # noqa: BLE001 - a thread's boundary: the training must hear of it, whatever it is
-                reason = error.strerror or error if isinstance(error, OSError) else error
-                job.done(f"step {job.key[1]} could not be written to {job.directory.path}: {reason}", {})
-            else:
-                job.done("", {file.rank: list(file.digests[1:]) for file in written.shards})
+                self._acts.get()()
+            except Exception:  # noqa: BLE001 - a thread's boundary: what comes after must still be written
+                _LOG.exception("something that the clerk was asked to do failed; it goes on with the next.")
 
 
-def persist(job: Job) -> Manifest:
-    """Write a snapshot, commit it, and remove what need not be kept."""
-    began = time.monotonic()
-    step = job.key[1]
-    storage.make_folder(job.directory.path)
-    shards, values = [], []
-    with job.directory.new(step) as folder:
-        for rank, seal in sorted(job.seals.items()):
-            header, data, encoded = parts_of(job.slots[rank], seal)
+def persist(part: Part) -> Written:
+    """Write a node's part of a snapshot. Never raises: the training must hear of whatever went wrong."""
+    try:
+        folder = part.directory.partial(part.folder)
+        shards, values = [], []
+        for rank, seal in sorted(part.seals.items()):
+            header, data, encoded = parts_of(part.slots[rank], seal)
             name = folder / f"rank-{rank:05d}.safetensors"
-            known = job.digests.get(rank, ())
+            known = part.known.get(rank, ())
             shards.append(storage.write_file(name, rank, bytes(header), data, digests=known))
             values.append(storage.write_file(folder / f"rank-{rank:05d}.values", rank, b"", encoded))
-        contents = Manifest(
-            step, job.key[0], job.cycle, job.world, time.time(), tuple(shards), tuple(values), dict(job.facts)
-        )
-        storage.write_manifest(folder, contents)
-    took = max(time.monotonic() - began, 1e-9)
+        storage.sync(folder)
+    except Exception as error:  # noqa: BLE001 - said above
+        return Written(why=_could_not(part.key, part.directory, error))
+    return Written(tuple(shards), tuple(values))
+
+
+def commit(directory: storage.Directory, folder: str, write: Write, facts: Mapping[str, Any]) -> str:
+    """Make a checkpoint of a folder in which all nodes have written their parts; return what went wrong, or an empty text."""
+    generation, step = write.key
+    try:
+        files = manifest.files_of(write.shards), manifest.files_of(write.values)
+        contents = Manifest(step, generation, write.cycle, write.world, time.time(), *files, dict(facts))
+        directory.commit(folder, contents)
+    except Exception as error:  # noqa: BLE001 - as above
+        return _could_not(write.key, directory, error)
+    took = max(time.monotonic() - write.began, 1e-9)
     size, pace = storage.in_words(contents.nbytes), storage.in_words(contents.nbytes / took)
     _LOG.info("step %s is durable: %s in %.2f s (%s/s).", step, size, took, pace)
+    return ""
+
+
+def _could_not(key: Sequence[int], directory: storage.Directory, error: Exception) -> str:
+    reason = error.strerror or error if isinstance(error, OSError) else error
+    return f"step {key[1]} could not be written to {directory.path} ({socket.gethostname()}): {reason}"
+
+
+def prune(directory: storage.Directory, keep: int, keep_every: int) -> None:
+    """Remove what need not be kept. That it can't be is no failure of a save."""
     try:
-        for gone in job.directory.prune(job.keep, job.keep_every):
-            _LOG.debug("%s is removed: %s are kept.", gone.path.name, job.keep)
-    except OSError as error:  # what was to be written is: that is no failure of the save
-        _LOG.warning("%s: what need not be kept could not be removed: %s", job.directory.path, error)
-    return contents
+        for gone in directory.prune(keep, keep_every):
+            _LOG.debug("%s is removed: %s are kept.", gone.path.name, keep)
+    except OSError as error:
+        _LOG.warning("%s: what need not be kept could not be removed: %s", directory.path, error)
 
 
 def parts_of(slot: Slot, seal: Seal) -> tuple[memoryview, memoryview, memoryview]:

@@ -7,16 +7,15 @@ import logging
 import os
 import selectors
 import socket
-import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from resilience.checkpoint.arena import Slot
 from resilience.checkpoint.ledger import Ledger
-from resilience.checkpoint.saver import clerk, restoring
-from resilience.checkpoint.saver.book import Book, Member
-from resilience.checkpoint.saver.restoring import DISK, MEMORY, Candidate, Round
-from resilience.checkpoint.storage import DirectoryInUse, Stored
+from resilience.checkpoint.saver.book import Book, Cycle
+from resilience.checkpoint.saver.member import Member
+from resilience.checkpoint.saver.reception import Reception
+from resilience.checkpoint.storage import DirectoryInUse
 from resilience.errors import CheckpointError
 from resilience.pulse import channel
 
@@ -39,16 +38,6 @@ class Caller:
     heard_failures: int = 0
 
 
-@dataclass
-class Meeting:
-    """Ranks of one book that agree on what to go on from."""
-
-    round: Round
-    deadline: float
-    callers: dict[int, Caller] = field(default_factory=dict)
-    fresh: bool = True  # all ranks would begin afresh if there is nothing
-
-
 class Desk:
     """Listens for ranks."""
 
@@ -56,7 +45,7 @@ class Desk:
         self._saver = saver
         self._server = server
         self._callers: list[Caller] = []
-        self._meetings: dict[int, Meeting] = {}  # by id of the book
+        self.reception = Reception()
         saver.selector.register(server, selectors.EVENT_READ, lambda _: self._accept())
 
     def close(self) -> None:
@@ -112,9 +101,9 @@ class Desk:
         if op == "deposit":
             self._deposit(caller, fds)
         elif op == "restore":
-            self._restore(caller, message)
+            self.reception.ask(caller.book, caller.rank, message, lambda *words: self._tell(caller, *words))
         elif op == "loaded":
-            self._loaded(caller, str(message.get("wrong", "")))
+            self.reception.loaded(caller.book, caller.rank, str(message.get("wrong", "")))
         elif op == "failures":
             news = caller.book.failures[caller.heard_failures :]
             caller.heard_failures = len(caller.book.failures)
@@ -123,11 +112,12 @@ class Desk:
             self._tell(caller, {"ok": True})
         elif op == "secure":
             self._tell(caller, {"coming": caller.book.secure_step(int(message["step"]))})
+        elif op in ("chair", "attend", "begun"):
+            self._tell(caller, self._assemble(caller.book, op, message))
         elif op == "bye":
             caller.book.members[caller.rank].said_bye = True
-            if all(member.said_bye or member.gone for member in caller.book.members.values()):
-                caller.book.forget_tries()
-                caller.book.secure()
+            if caller.book.is_done():
+                caller.book.say_bye()
             self._tell(caller, {"ok": True})
         else:
             raise ValueError(f"unknown request {op!r}")
@@ -135,17 +125,18 @@ class Desk:
     # -- coming -----------------------------------------------------------------------------------------------------
 
     def _hello(self, caller: Caller, message: dict[str, Any]) -> None:
-        rank, world, cycle = int(message["rank"]), int(message["world"]), int(message["cycle"])
-        caller.rank, caller.pid, caller.cycle = rank, int(message["pid"]), cycle
+        rank, cycle = int(message["rank"]), Cycle(*map(int, message["cycle"]))
+        caller.rank, caller.pid, caller.cycle = rank, int(message["pid"]), cycle.number
         caller.options = message["options"]
         self._refuse_second_job(str(message["directory"]), rank, caller.pid)
-        book = caller.book = self._saver.book(str(message["directory"]), caller.options)
-        book.begin(cycle, world, rank, caller.pid, int(message["generation"]))
+        book = caller.book = self._saver.book(str(message["directory"]), caller.options, claim=cycle.first == 0)
+        book.begin(cycle, rank, caller.pid, int(message["generation"]))
         self._saver.watch(caller.pid, book, rank)
         caller.heard_failures = len(book.failures)
         member = book.members.get(rank)
         usable = member is not None and member.ledger.number == int(message["slots"])
-        answer = {"generation": book.generation, "known": usable}
+        begun = book.generation if book.begun else 0
+        answer = {"generation": begun, "known": usable, "seated": book.council.seated}
         self._tell(caller, answer, (self._saver.wake, *(member.fds() if member is not None and usable else ())))
         if member is not None and usable:
             self._joined(caller, member)
@@ -167,126 +158,26 @@ class Desk:
         self._saver.pass_on(caller.book, member, caller.options)
         self._tell(caller, {"ok": True})
 
+    def _assemble(self, book: Book, op: str, message: dict[str, Any]) -> dict[str, Any]:
+        """Meet the savers of other nodes: as the chair, or where the chair is; see :mod:`assembly`."""
+        if op == "begun":
+            return {"generation": book.generation if book.begun else 0, "missing": book.missing()}
+        known = message.get("known")
+        if op == "chair":
+            before = known or {"port": 0, "secret": ""}
+            chair = book.preside(str(message["host"]), int(before["port"]), str(before["secret"]))
+            self._saver.keep_round(book, chair)
+            return {**chair, "mark": book.directory.mark()}
+        chair = {"host": str(message["host"]), "port": int(message["port"]), "secret": str(message["secret"])}
+        if known is None and not (book.directory.path / str(message["mark"])).exists():
+            raise CheckpointError(
+                f"{book.directory.path} on {socket.gethostname()} is not the directory that the node of rank 0 ({chair['host']}) "
+                "writes to. Checkpoints of several nodes need a directory that all of them share. Nothing was set up."
+            )
+        book.attend(**chair)
+        self._saver.keep_round(book, chair)
+        return {"ok": True}
+
     def _joined(self, caller: Caller, member: Member) -> None:
         assert caller.book is not None
         member.pid, member.cycle, member.said_bye, member.gone = caller.pid, caller.cycle, False, False
-
-    # -- restoring --------------------------------------------------------------------------------------------------
-
-    def _restore(self, caller: Caller, message: dict[str, Any]) -> None:
-        book = caller.book
-        assert book is not None
-        meeting = self._meetings.get(id(book))
-        if meeting is None:
-            meeting = Meeting(Round(book.world), time.monotonic() + float(message["timeout"]))
-            self._meetings[id(book)] = meeting
-        step = message.get("step")
-        meeting.round.asked[caller.rank] = None if step is None else int(step)
-        meeting.fresh = meeting.fresh and bool(message.get("fresh"))
-        meeting.callers[caller.rank] = caller
-        if meeting.round.all_asked():
-            self._choose(book, meeting)
-
-    def _choose(self, book: Book, meeting: Meeting) -> None:
-        book.turn()
-        wanted = set(meeting.round.asked.values())
-        if len(wanted) > 1:
-            self._end(book, meeting, {"error": f"ranks ask for different steps: {meeting.round.asked}"})
-            return
-        in_memory = book.restorable()
-        stored = {item.manifest.key: item for item in reversed(book.directory.stored(book.complain))}
-        for item in stored.values():
-            if item.manifest.world != book.world:
-                meeting.round.bad[Candidate(item.manifest.key, DISK)] = (
-                    f"step {item.manifest.step} was saved by {item.manifest.world} ranks, and here are {book.world}: other world "
-                    "sizes are not supported yet"
-                )
-        (step,) = wanted
-        found = restoring.candidates(in_memory, list(stored))
-        choice = restoring.pick(found, step=step, bad=meeting.round.bad, failed=book.tries)
-        self._set_aside(book, found, choice, stored)
-        meeting.round.choice, meeting.round.loaded = choice, {}
-        if choice is None:
-            if meeting.fresh and step is None and not meeting.round.bad:
-                book.go_back_to(None)
-                book.new_generation()
-            problems = list(meeting.round.bad.values())
-            self._end(book, meeting, {"found": None, "problems": problems, "generation": book.generation})
-            return
-        for rank, caller in meeting.callers.items():
-            message, fds = self._describe(
-                book, choice, rank, str(stored[choice.key].path) if choice.where == DISK else ""
-            )
-            self._tell(caller, message, fds)
-
-    def _set_aside(
-        self, book: Book, found: list[Candidate], choice: Candidate | None, stored: dict[Any, Stored]
-    ) -> None:
-        """Have a checkpoint that restarts failed from no longer count, and say so."""
-        for item in found:
-            newer = choice is not None and item.key > choice.key
-            if newer and book.tries.get(item.key, 0) >= restoring.TRIES:
-                book.complain(
-                    f"step {item.key[1]} is set aside: the job went on from it and failed, twice, without progress."
-                )
-                if item.where == DISK:
-                    book.directory.set_aside(stored[item.key], "two restarts failed from it")
-
-    def _describe(self, book: Book, choice: Candidate, rank: int, path: str) -> tuple[dict[str, Any], tuple[int, ...]]:
-        base = {"found": choice.where, "generation": choice.key[0], "step": choice.key[1]}
-        if choice.where == DISK:
-            return {**base, "path": path}, ()
-        peers, fds = [], []
-        for other, member in sorted(book.members.items()):
-            seal = member.seals()[choice.key]
-            slot = member.slots[seal.slot]
-            peers.append({"rank": other, "data": seal.data, "header": [seal.header_at, seal.header]})
-            if other == rank:
-                known = book.digests.get((rank, seal.serial)) or clerk.digests_of(slot, seal)
-                book.digests[rank, seal.serial] = known
-                base |= {"values": [seal.values_at, seal.values], "digests": known}
-            fds.append(slot.fd)
-        return {**base, "peers": peers}, tuple(fds)
-
-    def _loaded(self, caller: Caller, wrong: str) -> None:
-        book = caller.book
-        assert book is not None
-        meeting = self._meetings.get(id(book))
-        if meeting is None or meeting.round.choice is None:
-            raise ValueError("nothing is being restored")
-        meeting.round.loaded[caller.rank] = wrong
-        if not meeting.round.all_loaded():
-            return
-        choice = meeting.round.choice
-        bad = {rank: text for rank, text in meeting.round.loaded.items() if text}
-        if bad:
-            rank, text = min(bad.items())
-            meeting.round.bad[choice] = f"rank {rank}: {text}"
-            book.complain(f"step {choice.key[1]} ({choice.where}) can't be used: rank {rank}: {text}")
-            self._choose(book, meeting)
-            return
-        book.go_back_to(choice.key if choice.where == MEMORY else None)
-        book.restored_from(choice.key)
-        _LOG.info("the job goes on from step %s (%s).", choice.key[1], choice.where)
-        book.new_generation()
-        self._end(book, meeting, {"go": True, "generation": book.generation})
-
-    def _end(self, book: Book, meeting: Meeting, message: dict[str, Any]) -> None:
-        self._meetings.pop(id(book), None)
-        for caller in meeting.callers.values():
-            self._tell(caller, message)
-
-    def look_after(self) -> None:
-        """End agreements that take too long, naming who is missing."""
-        for book in self._saver.books.values():
-            meeting = self._meetings.get(id(book))
-            if meeting is not None and time.monotonic() > meeting.deadline:
-                missing = ", ".join(map(str, meeting.round.missing()))
-                self._end(book, meeting, {"error": f"rank {missing} did not come to restore() in time"})
-
-    def forget(self, book: Book, rank: int) -> None:
-        """A rank is gone: whoever waits for it to restore need not."""
-        meeting = self._meetings.get(id(book))
-        if meeting is not None and (rank in meeting.callers):
-            meeting.callers.pop(rank)
-            self._end(book, meeting, {"error": f"rank {rank} ended while the ranks were restoring"})

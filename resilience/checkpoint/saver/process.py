@@ -23,14 +23,16 @@ import signal
 import socket
 import time
 from collections.abc import Callable
+from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
 
 from resilience.checkpoint.arena import Slot
 from resilience.checkpoint.ledger import L_CYCLE, L_PID, Ledger
 from resilience.checkpoint.saver import clerk
-from resilience.checkpoint.saver.book import Book, Member, Options, Snapshot
+from resilience.checkpoint.saver.book import Book, Cycle, Options
 from resilience.checkpoint.saver.desk import Desk
+from resilience.checkpoint.saver.member import Member, Snapshot
 from resilience.pulse import channel
 
 _LOG = logging.getLogger("resilience.saver")
@@ -74,7 +76,7 @@ class Saver:
                 self._done.popleft()()
             for book in self.books.values():
                 book.turn()
-            self._desk.look_after()
+            self._desk.reception.look_after()
             self._digest_while_idle()
         self.close()
 
@@ -82,7 +84,7 @@ class Saver:
         now = time.monotonic()
         if self._watched:
             self._idle_since = now
-        done = bool(self.books) and all(book.is_done() for book in self.books.values())
+        done = bool(self.books) and all(book.done for book in self.books.values())
         if not self._leaving_since and self._launcher is None and done:
             self.leave()  # all ranks took leave, and may live on without us
         if not self._leaving_since and self._launcher is None and not self._watched:
@@ -91,7 +93,7 @@ class Saver:
                 self.leave()
         if not self._leaving_since:
             return False
-        if all(not book.writing for book in self.books.values()):
+        if all(book.is_settled() for book in self.books.values()):
             return True
         late = now - self._leaving_since > self._deadline
         if late:
@@ -105,8 +107,7 @@ class Saver:
         if not self._leaving_since:
             self._leaving_since = time.monotonic()
             for book in self.books.values():
-                book.directory.say_leaving()
-                book.secure()
+                book.leave()
 
     def close(self) -> None:
         """Let go of everything."""
@@ -131,10 +132,10 @@ class Saver:
         if self._digesting or any(book.writing for book in self.books.values()):
             return
         for book in self.books.values():
-            snapshot = book.undigested(_SETTLED_S)
+            snapshot = undigested(book)
             if snapshot is not None:
                 self._digesting = True
-                slots = {rank: book.members[rank].slots[seal.slot] for rank, seal in snapshot.seals.items()}
+                slots = slots_of(book, snapshot)
                 self._clerk.do(lambda book=book, snapshot=snapshot, slots=slots: self._digest(book, snapshot, slots))  # type: ignore[misc]
                 return
 
@@ -149,7 +150,7 @@ class Saver:
             self._digesting = False
             again = book.snapshot(snapshot.key)
             if again is not None and again.serials() == snapshot.serials():
-                book.keep_digests(snapshot, found)
+                book.digests.keep(snapshot, found, book.members)
 
         self._later(keep)
 
@@ -186,7 +187,7 @@ class Saver:
         if member is not None and member.pid == pid:
             member.gone = True
             self._failed_ranks = self._failed_ranks or not member.said_bye
-        self._desk.forget(book, rank)
+        self._desk.reception.forget(book, rank)
         book.secure()
 
     # -- the launcher -----------------------------------------------------------------------------------------------
@@ -207,6 +208,8 @@ class Saver:
         op = message.get("op")
         if op == "vault":
             self.take_over(message, fds)
+        elif op == "round":
+            self._take_seat(str(message["directory"]), message["chair"])
         elif op == "secure":
             for book in self.books.values():
                 book.secure()
@@ -215,15 +218,32 @@ class Saver:
 
     def take_over(self, message: dict[str, Any], fds: list[int]) -> None:
         """Take in memory that an earlier saver of this node had."""
-        book = self.book(message["directory"], message["options"])
+        cycle = Cycle(*message["cycle"])
+        book = self.book(message["directory"], message["options"], claim=cycle.first == 0)
         member = Member(int(message["rank"]), Ledger(fds[0]), [Slot(fd) for fd in fds[1:]])
         member.cycle, member.pid = member.ledger.words[L_CYCLE], member.ledger.words[L_PID]
-        book.deposit(member)
-        book.world = max(book.world, int(message["world"]))
-        book.cycle = max(book.cycle, member.cycle)
-        book.take_over()
+        book.take_over(replace(cycle, number=member.cycle), member)
         if member.pid:
             self.watch(member.pid, book, member.rank)
+
+    def _take_seat(self, directory: str, chair: dict[str, Any]) -> None:
+        """Sit in the council of the nodes where an earlier saver sat."""
+        book = self.books.get(directory)
+        if book is None or book.cycle.alone:
+            return
+        try:
+            if book.cycle.first == 0:
+                book.preside(**chair)
+            else:
+                book.attend(**chair)
+        except OSError as error:
+            _LOG.error("the other nodes can't be reached any more, nothing is saved until a restart: %s", error)
+
+    def keep_round(self, book: Book, chair: dict[str, Any]) -> None:
+        """Have the launcher know where the nodes meet, for a saver that takes our place."""
+        if self._launcher is not None:
+            with contextlib.suppress(OSError):
+                channel.send(self._launcher, {"op": "round", "directory": str(book.directory.path), "chair": chair})
 
     def pass_on(self, book: Book, member: Member, options: dict[str, Any]) -> None:
         """Have the launcher hold a rank's memory too."""
@@ -232,7 +252,7 @@ class Saver:
                 "op": "deposit",
                 "directory": str(book.directory.path),
                 "rank": member.rank,
-                "world": book.world,
+                "cycle": list(astuple(book.cycle)),
                 "options": options,
             }
             with contextlib.suppress(OSError):
@@ -240,38 +260,64 @@ class Saver:
 
     # -- books ------------------------------------------------------------------------------------------------------
 
-    def book(self, directory: str, options: dict[str, Any]) -> Book:
-        """Return the book of a directory; the first rank's options count."""
+    def book(self, directory: str, options: dict[str, Any], *, claim: bool) -> Book:
+        """Return the book of a directory; the first rank's options count. ``claim``: it is that of the chair, who commits."""
         found = self.books.get(directory)
         if found is None:
-            found = Book(Path(directory), Options(**options), self._write)
+            found = Book(Path(directory), Options(**options), self.selector, self._write, self._serve)
+        if claim:
             found.directory.claim(found.options.run)
-            self.books[directory] = found
+        self.books[directory] = found
         return found
 
-    def _write(self, book: Book, snapshot: Snapshot) -> None:
-        slots = {rank: book.members[rank].slots[seal.slot] for rank, seal in snapshot.seals.items()}
-
-        def done(error: str, digests: dict[int, list[str]]) -> None:
-            if error:
-                _LOG.error("%s", error)
-            self._later(lambda: book.written(snapshot, error, digests))
-
-        self._clerk.write(
-            clerk.Job(
-                book.directory,
-                snapshot.key,
-                snapshot.cycle,
-                snapshot.world,
-                snapshot.seals,
-                slots,
-                book.known_digests(snapshot),
-                book.options.keep,
-                book.options.keep_every,
-                book.options.facts,
-                done,
-            )
+    def _write(self, book: Book, snapshot: Snapshot, folder: str) -> None:
+        """Have the clerk write this node's part of a snapshot."""
+        part = clerk.Part(
+            book.directory, folder, snapshot.key, snapshot.seals, slots_of(book, snapshot), book.digests.known(snapshot)
         )
+
+        def written(result: clerk.Written) -> None:
+            def note() -> None:
+                book.digests.keep(snapshot, result.digests(), book.members)
+                book.report_written(folder, result.message())
+
+            self._later(note)
+
+        self._clerk.write(part, written)
+
+    def _serve(self, book: Book, message: dict[str, Any]) -> None:
+        """Do what the chair says, where it takes more than a ledger."""
+        if message["op"] == "commit":
+            self._commit(book, message)
+        elif message["op"] == "discard":
+            self._clerk.do(lambda: book.directory.discard(message["folder"]))
+        else:
+            self._desk.reception.hear(book, message)
+
+    def _commit(self, book: Book, message: dict[str, Any]) -> None:
+        options = book.options
+
+        def commit() -> None:
+            why = clerk.commit(book.directory, message["folder"], message["write"], options.facts)
+            self._later(lambda: book.ask({"op": "committed", "folder": message["folder"], "why": why}))
+            if not why:
+                clerk.prune(book.directory, options.keep, options.keep_every)
+
+        self._clerk.do(commit)
+
+
+def slots_of(book: Book, snapshot: Snapshot) -> dict[int, Slot]:
+    """Return the slots that hold a snapshot, by rank."""
+    return {rank: book.members[rank].slots[seal.slot] for rank, seal in snapshot.seals.items()}
+
+
+def undigested(book: Book) -> Snapshot | None:
+    """Return the newest snapshot, if it has no digests and has been the newest for so long that they are worth it."""
+    newest = book.newest()
+    if newest is None or len(book.digests.known(newest)) == len(newest.seals):
+        return None
+    age = time.monotonic_ns() - max(seal.sealed_at for seal in newest.seals.values())
+    return newest if age > _SETTLED_S * 1e9 else None
 
 
 def ignore_signals_of_the_job() -> None:

@@ -1,11 +1,11 @@
 """Which snapshot to go on from: all ranks ask, one answer is given, and again if what was found turns out to be bad.
 
 1) ``restore``  (every rank) I want to go on from the newest, or from a given step
-2) ``choice``   (saver, to all) this one: in memory, or on disk; or nothing
+2) ``choice``   (chair, to all) this one: in memory, or on disk; or nothing
 3) ``loaded``   (every rank) it is good, or this is wrong with it
-4) ``go``       (saver, to all) everything newer is void; or back to 2) with the next one
+4) ``go``       (chair, to all) everything newer is void; or back to 2) with the next one
 
-:class:`Round` collects what ranks say; the choosing is pure.
+:class:`Round` collects what the ranks of one node say; the choosing, for all nodes, is :mod:`chair`'s. Pure.
 """
 
 from __future__ import annotations
@@ -46,25 +46,34 @@ def pick(
     return next(iter(trusted or usable), None)
 
 
+def set_aside(found: Sequence[Candidate], choice: Candidate, failed: Mapping[Key, int]) -> list[Key]:
+    """Return the snapshots that are passed over because restarts failed from them."""
+    return sorted({item.key for item in found if item.key > choice.key and failed.get(item.key, 0) >= TRIES})
+
+
 @dataclass
 class Round:
-    """One agreement of all ranks."""
+    """One agreement, as far as the ranks of a node go."""
 
-    world: int
+    ranks: Sequence[int]
     asked: dict[int, int | None] = field(default_factory=dict)  # by rank: the step it wants
     loaded: dict[int, str] = field(default_factory=dict)  # by rank: what was wrong, or ""
-    choice: Candidate | None = None
-    bad: dict[Candidate, str] = field(default_factory=dict)
+    choosing: bool = True  # it is not yet known what to load
 
     def all_asked(self) -> bool:
         """Whether everybody is here."""
-        return len(self.asked) >= self.world
+        return all(rank in self.asked for rank in self.ranks)
 
     def all_loaded(self) -> bool:
         """Whether everybody has tried."""
-        return len(self.loaded) >= self.world
+        return all(rank in self.loaded for rank in self.ranks)
 
     def missing(self) -> list[int]:
         """Return the ranks that are waited for."""
-        here = self.loaded if self.choice is not None else self.asked
-        return [rank for rank in range(self.world) if rank not in here]
+        here = self.asked if self.choosing else self.loaded
+        return [rank for rank in self.ranks if rank not in here]
+
+    def wrong(self) -> str:
+        """Return what is wrong with what was loaded, by the word of the first rank that says so."""
+        bad = {rank: text for rank, text in self.loaded.items() if text}
+        return f"rank {min(bad)}: {bad[min(bad)]}" if bad else ""

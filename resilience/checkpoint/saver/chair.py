@@ -1,0 +1,379 @@
+"""What all nodes decide together about one directory's snapshots. Pure: it hears messages and says what is to be told to whom.
+
+One saver per job is the chair: that of the node with rank 0. A node tells it
+
+    join      its ranks, the newest generation it knows of, what it holds
+    sealed    all ranks of this node have sealed a snapshot        void      one of them never will       tried  all have tried
+    ask       all ranks want to go on from somewhere               loaded    they have tried: "" or what was wrong
+    written   its files of a snapshot are on disk                  failed    they are not, and why
+    want      a step is waited for      secure   a rank failed     bye       its ranks are done     quit   the restoring is off
+
+and is told
+
+    begin     all nodes are here; the generation of what is sealed from now on
+    decided   COMPLETE or VOID, and the folder to write it to, if it is to be written      write   write this one too
+    choice    go on from this one       nothing   there is none     go   everybody has it   refused   it can't be done
+    durable   it is on disk, everywhere         failed  it is not, and why                  done    nobody needs you any more
+
+The chair's own node is told two things more, ``commit`` (all files of a folder are there) and ``discard``, and says ``committed``.
+A job of one node has a chair too; it only never hears of others.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from resilience.checkpoint.saver import restoring
+from resilience.checkpoint.saver.restoring import DISK, Candidate, Key
+from resilience.checkpoint.schedule import DiskClock
+from resilience.checkpoint.slots import COMPLETE, VOID
+
+Message = dict[str, Any]
+GONE_S = 15.0  # a node that was lost and did not come back within this writes nothing any more
+_KEPT = 64
+_ME = 0
+
+
+@dataclass
+class Seat:
+    """A node as the chair knows it."""
+
+    ranks: int
+    again: bool  # it only lost its saver, or its line
+    held: set[Key] = field(default_factory=set)  # sealed by all of its ranks, and safe from being overwritten
+    tried: int = 0  # all of its ranks are through with the steps below this
+    asked: Message | None = None
+    loaded: str | None = None
+    bye: bool = False
+
+
+@dataclass
+class Write:
+    """A snapshot that is being written by all nodes."""
+
+    key: Key
+    world: int
+    cycle: int
+    began: float
+    waiting: set[int]
+    shards: list[Any] = field(default_factory=list)
+    values: list[Any] = field(default_factory=list)
+
+
+class Chair:
+    """Decides. Nodes are named by their first rank, the chair's own is 0. ``out`` is what is to be told, in order."""
+
+    def __init__(self, clock: DiskClock, mark: str = "") -> None:
+        self.out: deque[tuple[int, Message]] = deque()
+        self.generation = 0
+        self._clock = clock
+        self._mark = mark  # of this chair's folders: a node may still write for one that is no more
+        self._world = self._cycle = 0
+        self._began = False
+        self._seats: dict[int, Seat] = {}
+        self._decided: dict[Key, int] = {}
+        self._wanted: set[int] = set()  # steps that somebody waits for
+        self._durable: set[Key] = set()
+        self._writes: dict[str, Write] = {}  # by folder
+        self._number = 0
+        self._lost: dict[int, float] = {}
+        self._choice: Candidate | None = None
+        self._bad: dict[Candidate, str] = {}
+        self._deadline = 0.0
+
+    def new_round(self, world: int, cycle: int) -> None:
+        """A cycle begins: all nodes are to join anew. What is being written goes on."""
+        self._world, self._cycle, self._began = world, cycle, False
+        self._seats, self._wanted = {}, set()
+        self._call_off()
+
+    def hear(self, node: int, message: Message, now: float) -> None:
+        """Take in what a node says."""
+        op = str(message.get("op"))
+        if op == "join":
+            self._join(node, message, now)
+        elif op in _HEARD and node in self._seats:
+            getattr(self, f"_hear_{op}")(node, message, now)
+
+    def lost(self, node: int, now: float) -> None:
+        """The line to a node is cut. It may come back."""
+        self._lost.setdefault(node, now)
+        if self._seats.get(node) is not None and self._asking():
+            self._refuse(f"the saver of the node with rank {node} was lost while the ranks were restoring")
+
+    def tick(self, now: float) -> None:
+        """Give up what is waited for in vain."""
+        for node, since in list(self._lost.items()):
+            if now - since > GONE_S:
+                for folder in [name for name, write in self._writes.items() if node in write.waiting]:
+                    self._fail(folder, f"the node with rank {node} is gone, and its part with it")
+        if self._asking() and now > self._deadline:
+            late = [node for node, seat in self._seats.items() if (seat.loaded if self._choice else seat.asked) is None]
+            self._refuse(
+                f"the ranks of the node with rank {', '.join(map(str, late))} did not come to restore() in time"
+            )
+
+    def missing(self) -> int:
+        """Return how many ranks are yet to join."""
+        return self._world - sum(seat.ranks for seat in self._seats.values())
+
+    def _tell(self, node: int, **message: Any) -> None:
+        self.out.append((node, message))
+
+    def _tell_all(self, **message: Any) -> None:
+        for node in self._seats:
+            self._tell(node, **message)
+
+    # -- who is here ------------------------------------------------------------------------------------------------
+
+    def _join(self, node: int, message: Message, now: float) -> None:
+        if self._began and not message["again"]:
+            return  # of a cycle that we have not heard of yet: rank 0 will come too, and then all join anew
+        self._lost.pop(node, None)
+        self._seats[node] = Seat(
+            int(message["ranks"]), bool(message["again"]), {_key(item) for item in message["held"]}
+        )
+        self.generation = max(self.generation, int(message["generation"]))
+        if not self._began and self.missing() <= 0:
+            self._began = True
+            self.generation += not all(seat.again for seat in self._seats.values())
+            self._tell_all(op="begin", generation=self.generation)
+        elif self._began:
+            self._tell(node, op="begin", generation=self.generation)
+        if self._began:
+            self._decide_all(now)
+            leased = {_key(item) for item in message["leased"]}
+            for key in sorted(leased):  # what an earlier saver of this node was about to write
+                self._write_now(key, now)
+        for folder, write in self._writes.items():
+            if node in write.waiting:
+                self._tell(node, op="write", key=write.key, folder=folder)
+
+    # -- what is decided --------------------------------------------------------------------------------------------
+
+    def _hear_sealed(self, node: int, message: Message, now: float) -> None:
+        key = _key(message["key"])
+        self._seats[node].held.add(key)
+        if message["want"]:
+            self._wanted.add(key[1])
+        if self._decided.get(key) == COMPLETE:
+            self._decided.pop(key)  # the same step was saved once more
+            self._durable.discard(key)
+        if self._decided.get(key) == VOID:
+            self._tell(node, op="decided", key=key, verdict=VOID, folder="")
+        elif self._began:
+            self._decide(key, now)
+        self._pass(node, key[1])
+
+    def _hear_tried(self, node: int, message: Message, now: float) -> None:
+        self._pass(node, int(message["step"]))
+
+    def _pass(self, node: int, step: int) -> None:
+        """A node has nothing to come below a step: what others hold of it will never be whole."""
+        self._seats[node].tried = step
+        open_keys = set().union(*(seat.held for seat in self._seats.values())) - self._decided.keys()
+        for key in sorted(open_keys - self._seats[node].held):
+            if key[0] == self.generation and key[1] < step:
+                self._void(key)
+
+    def _hear_void(self, node: int, message: Message, now: float) -> None:
+        self._void(_key(message["key"]))
+
+    def _void(self, key: Key) -> None:
+        if self._decided.get(key) == COMPLETE:
+            return  # it was whole once: whoever lost it since will not be asked for it
+        self._note(key, VOID)
+        self._tell_all(op="decided", key=key, verdict=VOID, folder="")
+
+    def _decide_all(self, now: float) -> None:
+        for key in sorted(set().union(*(seat.held for seat in self._seats.values()))):
+            if key not in self._decided:
+                self._decide(key, now)
+
+    def _decide(self, key: Key, now: float) -> None:
+        if all(key in seat.held for seat in self._seats.values()):
+            self._note(key, COMPLETE)
+            folder = self._order(key, now) if not self._is_busy(key) and self._is_due(key, now) else ""
+            self._tell_all(op="decided", key=key, verdict=COMPLETE, folder=folder)
+        elif key[0] < self.generation or any(
+            seat.tried > key[1] for seat in self._seats.values() if key not in seat.held
+        ):
+            self._void(key)  # that cycle is over, or somebody is past it: whoever sealed it is all there will ever be
+
+    def _note(self, key: Key, verdict: int) -> None:
+        self._decided[key] = verdict
+        for old in sorted(self._decided)[:-_KEPT]:
+            del self._decided[old]
+
+    def newest(self) -> Key | None:
+        """Return the newest snapshot that all nodes hold."""
+        held = [seat.held for seat in self._seats.values()]
+        common = set.intersection(*held) if held and self._began else set()
+        return max((key for key in common if self._decided.get(key) != VOID), default=None)
+
+    # -- what is written --------------------------------------------------------------------------------------------
+
+    def _is_due(self, key: Key, now: float) -> bool:
+        if key[1] in self._wanted:
+            self._wanted.discard(key[1])
+            return True
+        return not self._writes and self._clock.take(now)
+
+    def _order(self, key: Key, now: float) -> str:
+        self._number += 1
+        folder = f"{key[1]:08d}" + (f"-{self._mark}{self._number}" if len(self._seats) > 1 else "")
+        self._writes[folder] = Write(key, self._world, self._cycle, now, set(self._seats))
+        return folder
+
+    def _is_busy(self, key: Key) -> bool:
+        return any(write.key == key for write in self._writes.values())
+
+    def _write_now(self, key: Key, now: float) -> None:
+        held = all(key in seat.held for seat in self._seats.values())
+        if held and key not in self._durable and not self._is_busy(key):
+            self._tell_all(op="write", key=key, folder=self._order(key, now))
+
+    def _hear_want(self, node: int, message: Message, now: float) -> None:
+        step, newest = int(message["step"]), self.newest()
+        if newest is not None and newest[1] == step:
+            self._write_now(newest, now)
+        elif newest is None or newest[1] < step:
+            self._wanted.add(step)
+
+    def _hear_secure(self, node: int, message: Message, now: float) -> None:
+        newest = self.newest()
+        if newest is not None:
+            self._write_now(newest, now)
+
+    def _hear_written(self, node: int, message: Message, now: float) -> None:
+        write = self._writes.get(message["folder"])
+        if write is None or node not in write.waiting:
+            return  # ordered by a chair that is no more, or given up
+        write.waiting.discard(node)
+        write.shards += message["shards"]
+        write.values += message["values"]
+        if not write.waiting:
+            self._tell(_ME, op="commit", folder=message["folder"], write=write)
+
+    def _hear_failed(self, node: int, message: Message, now: float) -> None:
+        if message["folder"] in self._writes:
+            self._fail(message["folder"], str(message["why"]))
+
+    def _hear_committed(self, node: int, message: Message, now: float) -> None:
+        folder = message["folder"]
+        if message["why"]:
+            self._fail(folder, str(message["why"]))
+        elif folder in self._writes:
+            write = self._writes.pop(folder)
+            self._durable = {key for key in self._durable if key[0] >= write.key[0] - 1} | {write.key}
+            self._clock.wrote(write.began, now)
+            self._tell_all(op="durable", key=write.key, folder=folder)
+
+    def _fail(self, folder: str, why: str) -> None:
+        write = self._writes.pop(folder, None)
+        if write is not None:
+            self._tell(_ME, op="discard", folder=folder)
+            self._tell_all(op="failed", key=write.key, folder=folder, why=why)
+
+    def _hear_bye(self, node: int, message: Message, now: float) -> None:
+        self._seats[node].bye = True
+        if self._began and all(seat.bye or name in self._lost for name, seat in self._seats.items()):
+            self.leave(now)
+
+    def leave(self, now: float) -> None:
+        """Have the newest snapshot on disk; then nobody is needed any more."""
+        self._hear_secure(_ME, {}, now)
+        self._tell_all(op="done")
+
+    # -- what the job goes on from ----------------------------------------------------------------------------------
+
+    def _asking(self) -> bool:
+        return any(seat.asked is not None for seat in self._seats.values())
+
+    def _call_off(self) -> None:
+        for seat in self._seats.values():
+            seat.asked = seat.loaded = None
+        self._choice, self._bad = None, {}
+
+    def _refuse(self, why: str) -> None:
+        self._call_off()
+        self._tell_all(op="refused", why=why)
+
+    def _hear_quit(self, node: int, message: Message, now: float) -> None:
+        if self._asking():
+            self._refuse(str(message["why"]))
+
+    def _hear_ask(self, node: int, message: Message, now: float) -> None:
+        if not self._asking():
+            self._deadline = now + float(message["timeout"])
+        self._seats[node].asked = message
+        if self._began and all(seat.asked is not None for seat in self._seats.values()):
+            self._choose()
+
+    def _choose(self) -> None:
+        asks = [seat.asked for seat in self._seats.values() if seat.asked is not None]
+        wanted = {ask["step"] for ask in asks}
+        if len(wanted) > 1:
+            self._refuse(f"ranks ask for different steps: {sorted(map(str, wanted))}")
+            return
+        (step,) = wanted
+        mine = self._seats[_ME].asked or {}
+        in_memory = set.intersection(*({_key(item) for item in ask["memory"]} for ask in asks))
+        on_disk = {(generation, number): world for generation, number, world in mine["disk"]}
+        for key, world in on_disk.items():
+            if world != self._world:
+                self._bad[Candidate(key, DISK)] = (
+                    f"step {key[1]} was saved by {world} ranks, and here are {self._world}: other world sizes are not supported yet"
+                )
+        found = restoring.candidates(sorted(in_memory), sorted(on_disk))
+        failed = {(generation, number): count for generation, number, count in mine["tries"]}
+        self._choice = restoring.pick(found, step=step, bad=self._bad, failed=failed)
+        for seat in self._seats.values():
+            seat.loaded = None
+        if self._choice is not None:
+            aside = restoring.set_aside(found, self._choice, failed)
+            self._tell_all(op="choice", key=self._choice.key, where=self._choice.where, aside=aside)
+            return
+        problems = list(self._bad.values())
+        fresh = step is None and not problems and all(ask["fresh"] for ask in asks)
+        self._call_off()
+        if fresh:
+            self._begin_after((-1, -1))
+        self._tell_all(op="nothing", problems=problems, fresh=fresh, generation=self.generation)
+
+    def _begin_after(self, key: Key) -> None:
+        """Begin a generation: everything newer than ``key`` is void."""
+        self.generation += 1
+        self._wanted = set()
+        for seat in self._seats.values():
+            seat.held, seat.tried = {held for held in seat.held if held <= key}, 0
+        self._decided = {known: verdict for known, verdict in self._decided.items() if known <= key}
+
+    def _hear_loaded(self, node: int, message: Message, now: float) -> None:
+        choice = self._choice
+        if choice is None:
+            return
+        self._seats[node].loaded = str(message["wrong"])
+        said = [seat.loaded for seat in self._seats.values()]
+        wrong = next((text for text in said if text), "")
+        if None in said:
+            return
+        if wrong:
+            self._bad[choice] = wrong
+            self._tell(_ME, op="bad", key=choice.key, where=choice.where, why=wrong)
+            self._choose()
+            return
+        self._call_off()
+        self._begin_after(choice.key)
+        self._tell_all(op="go", key=choice.key, where=choice.where, generation=self.generation)
+
+
+_HEARD = frozenset(name.removeprefix("_hear_") for name in vars(Chair) if name.startswith("_hear_"))
+
+
+def _key(item: Iterable[int]) -> Key:
+    generation, step = item
+    return int(generation), int(step)

@@ -1,0 +1,167 @@
+"""Where the ranks of this node come to restore: their word is collected for the chair, and its word is passed on to them."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from resilience.checkpoint.decisions import Key
+from resilience.checkpoint.saver import clerk
+from resilience.checkpoint.saver.book import Book
+from resilience.checkpoint.saver.chair import Message
+from resilience.checkpoint.saver.restoring import DISK, MEMORY, Round
+
+_LOG = logging.getLogger("resilience.saver")
+_CHAIR_S = 5.0  # the chair gives up before we do: it knows who is missing elsewhere
+Tell = Callable[..., None]  # a message, and descriptors
+
+
+@dataclass
+class Meeting:
+    """The ranks of one book that agree on what to go on from."""
+
+    round: Round
+    deadline: float
+    tell: dict[int, Tell] = field(default_factory=dict)
+    fresh: bool = True  # all ranks would begin afresh if there is nothing
+    timeout: float = 0.0
+
+
+class Reception:
+    """The meetings of all books."""
+
+    def __init__(self) -> None:
+        self._meetings: dict[int, tuple[Book, Meeting]] = {}  # by id of the book
+
+    # -- what ranks say ---------------------------------------------------------------------------------------------
+
+    def ask(self, book: Book, rank: int, message: Message, tell: Tell) -> None:
+        """A rank wants to go on from somewhere. It is told when all ranks have asked."""
+        timeout = float(message["timeout"])
+        known = self._meetings.get(id(book))
+        meeting = known[1] if known is not None else Meeting(Round(book.cycle.ranks), time.monotonic() + timeout)
+        self._meetings[id(book)] = (book, meeting)
+        step = message.get("step")
+        meeting.round.asked[rank] = None if step is None else int(step)
+        meeting.fresh = meeting.fresh and bool(message.get("fresh"))
+        meeting.tell[rank] = tell
+        if meeting.round.all_asked():
+            self._ask_chair(book, meeting, timeout)
+
+    def _ask_chair(self, book: Book, meeting: Meeting, timeout: float) -> None:
+        wanted = set(meeting.round.asked.values())
+        if len(wanted) > 1:
+            self._call_off(book, f"ranks ask for different steps: {meeting.round.asked}")
+            return
+        (step,) = wanted
+        meeting.deadline += _CHAIR_S
+        question: Message = {
+            "op": "ask",
+            "step": step,
+            "fresh": meeting.fresh,
+            "timeout": timeout,
+            "memory": book.restorable(),
+        }
+        if book.cycle.first == 0:
+            stored = [item.manifest for item in book.directory.stored(book.complain)]
+            question |= {"disk": [(*item.key, item.world) for item in stored]}
+            question |= {"tries": [(*key, number) for key, number in book.tries.items()]}
+        book.ask(question)
+
+    def loaded(self, book: Book, rank: int, wrong: str) -> None:
+        """A rank has tried to load what was chosen."""
+        known = self._meetings.get(id(book))
+        if known is None or known[1].round.choosing:
+            raise ValueError("nothing is being restored")
+        meeting = known[1]
+        meeting.round.loaded[rank] = wrong
+        if meeting.round.all_loaded():
+            meeting.round.choosing = True
+            book.ask({"op": "loaded", "wrong": meeting.round.wrong()})
+
+    def forget(self, book: Book, rank: int) -> None:
+        """A rank is gone: whoever waits for it to restore need not."""
+        known = self._meetings.get(id(book))
+        if known is not None and rank in known[1].tell:  # it asked, and died
+            known[1].tell.pop(rank)
+            self._call_off(book, f"rank {rank} ended while the ranks were restoring")
+
+    def look_after(self) -> None:
+        """End agreements that take too long, naming who is missing."""
+        for book, meeting in list(self._meetings.values()):
+            if time.monotonic() > meeting.deadline:
+                missing = ", ".join(map(str, meeting.round.missing()))
+                self._call_off(book, f"rank {missing or 'unknown'} did not come to restore() in time")
+
+    def _call_off(self, book: Book, why: str) -> None:
+        self._end(book, {"error": why})
+        book.ask({"op": "quit", "why": why})
+
+    def _end(self, book: Book, message: dict[str, Any]) -> None:
+        _, meeting = self._meetings.pop(id(book), (None, None))
+        for tell in meeting.tell.values() if meeting is not None else ():
+            tell(message)
+
+    # -- what the chair says ----------------------------------------------------------------------------------------
+
+    def hear(self, book: Book, message: Message) -> None:
+        """Pass on what the chair says to the ranks that wait for it."""
+        op = message["op"]
+        if op == "refused":
+            self._end(book, {"error": message["why"]})
+        elif op == "nothing":
+            if message["fresh"]:
+                book.go_back_to(None, int(message["generation"]))
+            self._end(book, {"found": None, "problems": message["problems"], "generation": book.generation})
+        elif op == "choice":
+            self._offer(book, tuple(message["key"]), message["where"], [tuple(key) for key in message["aside"]])
+        elif op == "bad":
+            where, why = message["where"], message["why"]
+            book.complain(f"step {message['key'][1]} ({where}) can't be used: {why}")
+        elif op == "go":
+            self._go(book, tuple(message["key"]), message["where"], int(message["generation"]))
+
+    def _offer(self, book: Book, key: Key, where: str, aside: list[Key]) -> None:
+        known = self._meetings.get(id(book))
+        if known is None:
+            return  # called off here; the chair hears of it
+        meeting = known[1]
+        stored = {item.manifest.key: item for item in reversed(book.directory.stored())}
+        for passed in aside if book.cycle.first == 0 else ():
+            book.complain(
+                f"step {passed[1]} is set aside: the job went on from it and failed, twice, without progress."
+            )
+            if passed in stored:
+                book.directory.set_aside(stored[passed], "two restarts failed from it")
+        meeting.round.choosing, meeting.round.loaded = False, {}
+        for rank, tell in meeting.tell.items():
+            if where == MEMORY:
+                tell(*describe(book, key, rank))
+            else:
+                path = str(stored[key].path) if key in stored else ""
+                tell({"found": DISK, "generation": key[0], "step": key[1], "path": path})
+
+    def _go(self, book: Book, key: Key, where: str, generation: int) -> None:
+        book.go_back_to(key if where == MEMORY else None, generation)
+        book.restored_from(key)
+        if book.cycle.first == 0:
+            _LOG.info("the job goes on from step %s (%s).", key[1], where)
+        self._end(book, {"go": True, "generation": generation})
+
+
+def describe(book: Book, key: Key, rank: int) -> tuple[dict[str, Any], tuple[int, ...]]:
+    """Say where a snapshot is in the memory of this node, and what its bytes should be."""
+    base: dict[str, Any] = {"found": MEMORY, "generation": key[0], "step": key[1]}
+    peers, fds = [], []
+    for other, member in sorted(book.locals().items()):
+        seal = member.seals()[key]
+        slot = member.slots[seal.slot]
+        peers.append({"rank": other, "data": seal.data, "header": [seal.header_at, seal.header]})
+        if other == rank:
+            known = book.digests.of(rank, seal.serial) or clerk.digests_of(slot, seal)
+            base |= {"values": [seal.values_at, seal.values], "digests": known}
+        fds.append(slot.fd)
+    return {**base, "peers": peers}, tuple(fds)

@@ -1,0 +1,160 @@
+"""Snapshots of a job on several nodes: one decision for all, one checkpoint in the shared directory, whoever is lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from resilience.checkpoint.storage import Directory
+from tests.faults.test_checkpoint import saver_of
+from tests.jobs import WORKLOADS, Fleet, Job, children, command_line, wait_for
+
+pytestmark = pytest.mark.spawns
+OPTIONS = ["--max-restarts=4", "--ft-rank-term-timeout=2", "--ft-testimony-timeout=2"]
+ONE, TWO = ["--nproc-per-node=1"], ["--nproc-per-node=2"]
+DDP = str(WORKLOADS / "ddp_flash.py")
+SNAPSHOTS = str(WORKLOADS / "snapshots.py")
+
+
+@contextmanager
+def two_nodes(folder: Path, ranks: list[str], script: list[str], **env: str) -> Iterator[Fleet]:
+    """Two launchers of one job."""
+    with Fleet(folder, "2", [*OPTIONS, *ranks], script) as it:
+        it.env = env
+        for _ in range(2):
+            it.add()
+        yield it
+
+
+def finals(it: Fleet) -> dict[int, str]:
+    paths = {
+        rank: node.progress / f"final_{rank}"
+        for node in it.nodes
+        for rank in range(2)
+        if (node.progress / f"final_{rank}").exists()
+    }
+    return {rank: path.read_text() for rank, path in paths.items()}
+
+
+def end(it: Fleet) -> None:
+    assert [node.wait() for node in it.nodes] == [0] * len(it.nodes), it.logs()
+    for node in it.nodes:
+        node.assert_nothing_left()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
+    """How the training ends on two nodes when nothing happens. One rank each: sums of more than two depend on their order, and
+    DDP orders its buckets anew after the first step of a process."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    with two_nodes(folder, ONE, [DDP, str(folder / "ck"), "24"]) as it:
+        end(it)
+        found = finals(it)
+        assert sorted(found) == [0, 1]
+        (item,) = Directory(folder / "ck").stored()
+        assert (item.manifest.step, item.manifest.world) == (23, 2)
+        return found
+
+
+def test_ddp_on_two_nodes_with_a_kill_ends_bit_for_bit_like_one_without(
+    tmp_path: Path, undisturbed: dict[int, str]
+) -> None:
+    with two_nodes(tmp_path, ONE, [DDP, str(tmp_path / "ck"), "24", "kill", "1", "13"]) as it:
+        end(it)
+        assert "the job goes on from step 13 (memory)" in it.logs()
+        assert finals(it) == undisturbed
+
+
+def test_ddp_on_two_nodes_goes_on_from_the_shared_directory_in_a_new_job(
+    tmp_path: Path, undisturbed: dict[int, str]
+) -> None:
+    with two_nodes(tmp_path / "a", ONE, [DDP, str(tmp_path / "ck"), "11"]) as it:
+        end(it)
+    with two_nodes(tmp_path / "b", ONE, [DDP, str(tmp_path / "ck"), "24"]) as it:
+        end(it)
+        assert "the job goes on from step 10 (disk)" in it.logs()
+        assert finals(it) == undisturbed
+
+
+def notes(it: Fleet, what: str) -> list[tuple[int, int]]:
+    """The ranks and steps of such notes."""
+    found = [(rank, note[1]) for node in it.nodes for rank in range(4) for note in node.notes(rank)]
+    return [(rank, int(text[len(what) :])) for rank, text in found if text.startswith(what)]
+
+
+def of_node(it: Fleet, chair: bool) -> Job:
+    """The node that has rank 0, or the other one."""
+    wait_for(lambda: len({rank for rank, _ in notes(it, "step-")}) == 4, "all ranks to train")
+    return next(node for node in it.nodes if bool(node.notes(0)) == chair)
+
+
+def ranks_of(node: Job) -> list[int]:
+    return [pid for pid in children(node.pid) if "snapshots.py" in command_line(pid)]
+
+
+def kill(*pids: int) -> None:
+    """At once: stopped first, so that none sees another's death."""
+    for number in (signal.SIGSTOP, signal.SIGKILL):
+        for pid in pids:
+            os.kill(pid, number)
+
+
+@pytest.mark.parametrize("chair", [True, False], ids=["of rank 0", "of the other node"])
+def test_saver_that_is_killed_is_replaced_and_the_nodes_go_on_deciding_together(tmp_path: Path, chair: bool) -> None:
+    with two_nodes(tmp_path, TWO, [SNAPSHOTS, str(tmp_path / "ck"), "300", "64"], DISK_EVERY="7", DT="0.03") as it:
+        node = of_node(it, chair)
+        wait_for(lambda: notes(it, "complete-"), "a snapshot to be complete")
+        kill(saver_of(node))
+        after = max(step for _, step in notes(it, "step-"))
+        wait_for(lambda: max(step for _, step in notes(it, "durable-") or [(0, 0)]) > after, "one to be durable after it")
+        end(it)
+        assert not notes(it, "restored-"), "nobody had to restart"
+        assert Directory(tmp_path / "ck").stored()[0].manifest.step == 299
+
+
+@pytest.mark.parametrize("chair", [True, False], ids=["of rank 0", "of the other node"])
+def test_rank_and_saver_killed_together_cost_no_step_that_was_complete(tmp_path: Path, chair: bool) -> None:
+    with two_nodes(tmp_path, TWO, [SNAPSHOTS, str(tmp_path / "ck"), "150", "64"], DISK_EVERY="1000", DT="0.02") as it:
+        node = of_node(it, chair)
+        wait_for(lambda: len(notes(it, "complete-")) > 20, "snapshots to be complete")
+        kill(saver_of(node), ranks_of(node)[0])
+        known = max(step for _, step in notes(it, "complete-"))
+        end(it)
+        restored = notes(it, "restored-")
+        assert {rank for rank, _ in restored} == {0, 1, 2, 3}
+        assert len({step for _, step in restored}) == 1
+        assert restored[0][1] >= known
+        assert not notes(it, "BAD-")
+        assert "(memory)" in it.logs()
+
+
+def test_node_that_is_lost_and_replaced_goes_on_from_what_is_on_disk(tmp_path: Path) -> None:
+    """Its memory went with it; what was durable is there for whoever takes its place."""
+    with two_nodes(tmp_path, TWO, [SNAPSHOTS, str(tmp_path / "ck"), "150", "64"], DISK_EVERY="5", DT="0.03") as it:
+        node = of_node(it, chair=False) if it.nodes[0].notes(0) else it.nodes[1]
+        wait_for(lambda: len(notes(it, "durable-")) > 8, "snapshots to be durable")
+        everybody = node.family()
+        kill(*everybody)
+        known = max(step for _, step in notes(it, "durable-"))
+        it.nodes.remove(node)
+        it.add()
+        end(it)
+        restored = notes(it, "restored-")
+        assert len({step for _, step in restored}) == 1
+        assert known <= restored[0][1] < 150
+        assert "(disk)" in it.logs()
+        assert not notes(it, "BAD-")
+
+
+def test_directory_that_is_not_shared_is_refused_in_words(tmp_path: Path) -> None:
+    with Fleet(tmp_path, "2", [*OPTIONS, *ONE], [SNAPSHOTS, "ck", "10"]) as it:  # each launcher has a folder of its own
+        for _ in range(2):
+            it.add()
+        codes = [node.wait() for node in it.nodes]
+        assert 0 not in codes
+        assert "need a directory that all of them share" in it.logs()
