@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-import threading
+import queue
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,8 @@ import pytest
 from resilience.checkpoint import digest
 from resilience.checkpoint.arena import Slot
 from resilience.checkpoint.ledger import Ledger, Seal
-from resilience.checkpoint.saver.clerk import Clerk, Job, digests_of, parts_of, persist
+from resilience.checkpoint.saver.chair import Write
+from resilience.checkpoint.saver.clerk import Clerk, Part, Written, commit, digests_of, parts_of, persist, prune
 from resilience.checkpoint.storage import Directory
 from resilience.errors import CheckpointError
 
@@ -45,30 +47,33 @@ def directory(tmp_path: Path) -> Directory:
 
 
 class Told:
-    """What the clerk says when it is through with a job."""
+    """What the clerk says when it is through with something."""
 
     def __init__(self) -> None:
-        self.said: tuple[str, dict[int, list[str]]] | None = None
-        self._event = threading.Event()
+        self._said: queue.SimpleQueue[Written] = queue.SimpleQueue()
 
-    def __call__(self, error: str, digests: dict[int, list[str]]) -> None:
-        self.said = error, digests
-        self._event.set()
+    def __call__(self, written: Written) -> None:
+        self._said.put(written)
 
-    def wait(self) -> tuple[str, dict[int, list[str]]]:
-        assert self._event.wait(60)
-        assert self.said is not None
-        return self.said
+    def wait(self) -> Written:
+        return self._said.get(timeout=60)
 
 
-def job(directory: Directory, slot: Slot, seal: Seal, told: Told) -> Job:
-    return Job(directory, seal.key, 2, 1, {0: seal}, {0: slot}, {}, 3, 0, {"torch": "2.13"}, told)
+def part(directory: Directory, slot: Slot, seal: Seal) -> Part:
+    return Part(directory, f"{seal.step}", seal.key, {0: seal}, {0: slot}, {})
+
+
+def complete(directory: Directory, seal: Seal, written: Written) -> str:
+    """Commit what one node has written."""
+    said = written.message()
+    write = Write(seal.key, 1, 2, time.monotonic(), set(), said["shards"], said["values"])
+    return commit(directory, f"{seal.step}", write, {"torch": "2.13"})
 
 
 def test_checkpoint_on_disk_holds_what_the_slot_holds(directory: Directory, slot: Slot, seal: Seal) -> None:
-    contents = persist(job(directory, slot, seal, Told()))
+    assert complete(directory, seal, persist(part(directory, slot, seal))) == ""
     (stored,) = directory.stored()
-    assert stored.manifest == contents
+    contents = stored.manifest
     assert (contents.key, contents.cycle, contents.world, contents.facts) == ((3, 7), 2, 1, {"torch": "2.13"})
     assert (stored.path / "rank-00000.safetensors").read_bytes() == HEADER + DATA
     assert (stored.path / "rank-00000.values").read_bytes() == VALUES
@@ -77,37 +82,54 @@ def test_checkpoint_on_disk_holds_what_the_slot_holds(directory: Directory, slot
 
 def test_shard_without_data_is_there_all_the_same(directory: Directory, slot: Slot, seal: Seal) -> None:
     """Tensors may be empty: their names, types and shapes are in the header."""
-    contents = persist(job(directory, slot, replace(seal, data=0), Told()))
-    assert [(file.head, file.nbytes) for file in contents.shards] == [(seal.header, seal.header)]
+    written = persist(part(directory, slot, replace(seal, data=0)))
+    assert [(file.head, file.nbytes) for file in written.shards] == [(seal.header, seal.header)]
+    assert complete(directory, seal, written) == ""
     (stored,) = directory.stored()
     names = ["manifest.json", "rank-00000.safetensors", "rank-00000.values"]
     assert sorted(path.name for path in stored.path.iterdir()) == names
 
 
 @pytest.mark.parametrize("field", ["data", "header_at", "header", "values_at", "values"])
-def test_seal_that_points_outside_of_its_slot_is_refused_and_nothing_is_written(
+def test_seal_that_points_outside_of_its_slot_is_refused(
     directory: Directory, slot: Slot, seal: Seal, field: str
 ) -> None:
     wild = replace(seal, **{field: 1 << 40})
     with pytest.raises(CheckpointError, match="outside of its slot"):
         parts_of(slot, wild)
-    with pytest.raises(CheckpointError, match="outside of its slot"):
-        persist(job(directory, slot, wild, Told()))
-    assert list(directory.path.iterdir()) == []
+    written = persist(part(directory, slot, wild))
+    assert "step 7 could not be written" in written.why
+    assert "outside of its slot" in written.why
+    assert directory.stored() == []
+
+
+def test_files_that_are_none_are_never_committed(directory: Directory, slot: Slot, seal: Seal) -> None:
+    """What other nodes say comes over a line: a manifest is not made of whatever they say."""
+    written = persist(part(directory, slot, seal))
+    changes: list[dict[str, object]] = [
+        {"name": "../rank-00000.values"},
+        {"digests": []},
+        {"rank": -1},
+        {"nbytes": "many"},
+        {"more": 1},
+    ]
+    for change in changes:
+        said = written.message()
+        said["values"][0] |= change
+        write = Write(seal.key, 1, 2, 0.0, set(), said["shards"], said["values"])
+        assert "step 7 could not be written" in commit(directory, "7", write, {})
+        assert directory.stored() == []
 
 
 def test_clerk_says_what_it_wrote_and_what_it_could_not_write(directory: Directory, slot: Slot, seal: Seal) -> None:
-    clerk = Clerk()
-    good, bad, again = Told(), Told(), Told()
-    clerk.write(job(directory, slot, seal, good))
-    clerk.write(job(directory, slot, replace(seal, data=1 << 40), bad))
-    clerk.write(job(directory, slot, replace(seal, step=8), again))
-    assert good.wait() == ("", {0: digests_of(slot, seal)})
-    error, digests = bad.wait()
-    assert error.startswith(f"step 7 could not be written to {directory.path}: ")
-    assert digests == {}
-    assert again.wait()[0] == ""
-    assert [item.manifest.step for item in directory.stored()] == [8, 7]
+    clerk, told = Clerk(), Told()
+    for number in (seal, replace(seal, data=1 << 40), replace(seal, step=8)):
+        clerk.write(part(directory, slot, number), told)
+    good, bad, again = told.wait(), told.wait(), told.wait()
+    assert (good.why, good.digests()) == ("", {0: digests_of(slot, seal)})
+    assert bad.why.startswith(f"step 7 could not be written to {directory.path} (")
+    assert bad.message() == {"op": "failed", "why": bad.why}
+    assert again.why == ""
 
 
 def test_clerk_survives_an_act_that_fails(
@@ -120,20 +142,17 @@ def test_clerk_survives_an_act_that_fails(
 
     with caplog.at_level(logging.ERROR):
         clerk.do(act)
-        clerk.write(job(directory, slot, seal, told))
-        assert told.wait()[0] == ""
+        clerk.write(part(directory, slot, seal), told)
+        assert told.wait().why == ""
     assert "a slot that is closed" in caplog.text
 
 
-def test_checkpoint_that_is_written_is_no_failure_when_older_ones_can_not_be_removed(
-    directory: Directory, slot: Slot, seal: Seal, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_older_ones_that_can_not_be_removed_are_said_and_no_failure(
+    directory: Directory, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def prune(keep: int, keep_every: int) -> None:
+    def refuse(keep: int, keep_every: int) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(directory, "prune", prune)
-    told = Told()
-    Clerk().write(job(directory, slot, seal, told))
-    assert told.wait()[0] == ""
-    assert [item.manifest.key for item in directory.stored()] == [(3, 7)]
+    monkeypatch.setattr(directory, "prune", refuse)
+    prune(directory, 3, 0)
     assert "could not be removed" in caplog.text

@@ -7,7 +7,17 @@ from pathlib import Path
 import pytest
 
 from resilience.checkpoint.saver import restores
-from resilience.checkpoint.saver.restoring import DISK, MEMORY, TRIES, Candidate, Key, Round, candidates, pick
+from resilience.checkpoint.saver.restoring import (
+    DISK,
+    MEMORY,
+    TRIES,
+    Candidate,
+    Key,
+    Round,
+    candidates,
+    pick,
+    set_aside,
+)
 
 M9, D9 = Candidate((2, 9), MEMORY), Candidate((2, 9), DISK)
 M8, D8 = Candidate((2, 8), MEMORY), Candidate((2, 8), DISK)
@@ -66,19 +76,27 @@ def test_step_that_was_saved_in_two_generations_means_the_later_one() -> None:
 
 
 def test_round_names_who_is_waited_for_first_to_ask_and_then_to_load() -> None:
-    meeting = Round(3)
-    meeting.asked.update({2: None, 0: None})
+    meeting = Round(range(4, 7))
+    meeting.asked.update({6: None, 4: None})
     assert not meeting.all_asked()
-    assert meeting.missing() == [1]
-    meeting.asked[1] = None
+    assert meeting.missing() == [5]
+    meeting.asked[5] = None
     assert meeting.all_asked()
-    meeting.choice = M9
-    assert meeting.missing() == [0, 1, 2]
-    meeting.loaded.update({0: "", 2: "its digest is wrong"})
+    meeting.choosing = False
+    assert meeting.missing() == [4, 5, 6]
+    meeting.loaded.update({4: "", 6: "its digest is wrong"})
     assert not meeting.all_loaded()
-    assert meeting.missing() == [1]
-    meeting.loaded[1] = ""
+    assert meeting.missing() == [5]
+    meeting.loaded[5] = "it is cut short"
     assert meeting.all_loaded()
+    assert meeting.wrong() == "rank 5: it is cut short"
+
+
+def test_what_is_passed_over_for_an_older_one_is_set_aside_once() -> None:
+    assert set_aside(ALL, M8, {(2, 9): TRIES}) == [(2, 9)]
+    assert set_aside(ALL, M8, {(2, 9): TRIES - 1}) == []  # it was bad
+    assert set_aside(ALL, M9, {(2, 9): TRIES, (2, 8): TRIES}) == []
+    assert set_aside(ALL, D50, {(2, 9): TRIES, (2, 8): TRIES}) == [(2, 8), (2, 9)]
 
 
 # -- what is remembered -----------------------------------------------------------------------------------------------

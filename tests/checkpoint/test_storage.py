@@ -43,11 +43,11 @@ def memory(nbytes: int, seed: int = 0) -> memoryview:
 def write(directory: Directory, step: int, generation: int = 1, created: float = 1.0) -> Path:
     """Write a small checkpoint of two ranks; return where it is."""
     before = set(directory.path.iterdir())
-    with directory.new(step) as folder:
-        shard = storage.write_file(folder / "rank-00000.safetensors", 0, b"h" * BLOCK, memory(5000, step))
-        names = [(rank, folder / f"rank-{rank:05d}.values") for rank in range(2)]
-        values = [storage.write_file(name, rank, b"", memoryview(b"values")) for rank, name in names]
-        storage.write_manifest(folder, Manifest(step, generation, 0, 2, created, (shard,), tuple(values)))
+    folder = directory.partial("being-written")
+    shard = storage.write_file(folder / "rank-00000.safetensors", 0, b"h" * BLOCK, memory(5000, step))
+    names = [(rank, folder / f"rank-{rank:05d}.values") for rank in range(2)]
+    values = [storage.write_file(name, rank, b"", memoryview(b"values")) for rank, name in names]
+    directory.commit("being-written", Manifest(step, generation, 0, 2, created, (shard,), tuple(values)))
     (path,) = set(directory.path.iterdir()) - before
     return path
 
@@ -143,11 +143,13 @@ def test_data_behind_a_header_is_written_past_the_page_cache(tmp_path: Path, mon
 @pytest.mark.skipif(
     not Path("/dev/full").exists(), reason="no /dev/full: left out is a disk that is full from the start"
 )
-def test_full_disk_raises_and_leaves_nothing_behind(directory: Directory) -> None:
-    with pytest.raises(OSError) as caught, directory.new(5) as folder:
-        (folder / "rank-00000.values").symlink_to("/dev/full")
+def test_full_disk_raises_and_what_is_discarded_leaves_nothing_behind(directory: Directory) -> None:
+    folder = directory.partial("5")
+    (folder / "rank-00000.values").symlink_to("/dev/full")
+    with pytest.raises(OSError) as caught:
         storage.write_file(folder / "rank-00000.values", 0, b"", memory(2 * BLOCK + 5))
     assert caught.value.errno == errno.ENOSPC
+    directory.discard("5")
     assert [path.name for path in directory.path.iterdir()] == [".lock"]
 
 
@@ -159,25 +161,29 @@ resource.setrlimit(resource.RLIMIT_FSIZE, (64 * 1024, 64 * 1024))
 directory = storage.Directory(Path(sys.argv[1]))
 directory.claim("limited")
 try:
-    with directory.new(5) as folder:
-        storage.write_file(folder / "rank-00000.values", 0, b"h" * 4096, memoryview(mmap.mmap(-1, 1 << 20)))
+    folder = directory.partial("5")
+    storage.write_file(folder / "rank-00000.values", 0, b"h" * 4096, memoryview(mmap.mmap(-1, 1 << 20)))
 except OSError as error:
     sys.exit(error.errno)
 """
 
 
 @pytest.mark.spawns
-def test_file_that_may_not_grow_raises_in_the_middle_and_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_file_that_may_not_grow_raises_in_the_middle_and_is_swept_by_the_next_job(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", _LIMITED, str(tmp_path)], cwd=REPO, timeout=60, check=False)
     assert done.returncode == errno.EFBIG
+    next_job = Directory(tmp_path)
+    assert next_job.stored() == []
+    next_job.claim("next")
+    next_job.close()
     assert [path.name for path in tmp_path.iterdir()] == [".lock"]
 
 
-def test_error_in_the_block_leaves_nothing_behind(directory: Directory) -> None:
-    with pytest.raises(KeyboardInterrupt), directory.new(5) as folder:
-        (folder / "half").write_bytes(b"half")
-        raise KeyboardInterrupt
-    assert [path.name for path in directory.path.iterdir()] == [".lock"]
+def test_mark_tells_nodes_that_they_share_a_directory_and_goes_with_its_maker(directory: Directory) -> None:
+    first, second = directory.mark(), directory.mark()
+    assert [path.name for path in directory.path.glob(".partial-*")] == [second] != [first]
+    directory.close()
+    assert list(directory.path.glob(".partial-*")) == []
 
 
 def test_free_bytes_are_those_of_the_nearest_folder_that_is_there(tmp_path: Path) -> None:

@@ -35,11 +35,10 @@ def contents(step: int) -> dict[str, bytes]:
 
 
 def write(directory: Directory, step: int) -> None:
-    with directory.new(step) as folder:
-        name = folder / "rank-0000"
-        shards = [storage.write_file(Path(f"{name}{r}.safetensors"), r, HEAD, tensors(step, r)) for r in range(2)]
-        others = [storage.write_file(Path(f"{name}{r}.values"), r, b"", memoryview(values(step, r))) for r in range(2)]
-        storage.write_manifest(folder, Manifest(step, 1, 0, 2, float(step), tuple(shards), tuple(others)))
+    name = directory.partial(f"{step:08d}") / "rank-0000"
+    shards = [storage.write_file(Path(f"{name}{r}.safetensors"), r, HEAD, tensors(step, r)) for r in range(2)]
+    others = [storage.write_file(Path(f"{name}{r}.values"), r, b"", memoryview(values(step, r))) for r in range(2)]
+    directory.commit(f"{step:08d}", Manifest(step, 1, 0, 2, float(step), tuple(shards), tuple(others)))
 
 
 @pytest.fixture

@@ -111,7 +111,9 @@ def test_saver_that_is_killed_is_replaced_and_the_nodes_go_on_deciding_together(
         wait_for(lambda: notes(it, "complete-"), "a snapshot to be complete")
         kill(saver_of(node))
         after = max(step for _, step in notes(it, "step-"))
-        wait_for(lambda: max(step for _, step in notes(it, "durable-") or [(0, 0)]) > after, "one to be durable after it")
+        wait_for(
+            lambda: max(step for _, step in notes(it, "durable-") or [(0, 0)]) > after, "one to be durable after it"
+        )
         end(it)
         assert not notes(it, "restored-"), "nobody had to restart"
         assert Directory(tmp_path / "ck").stored()[0].manifest.step == 299

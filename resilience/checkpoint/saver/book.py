@@ -161,6 +161,7 @@ class Book:
             ranks=self.cycle.local,
             generation=self.generation,
             again=self._again,
+            newest=max((key for member in self.locals().values() for key in member.complete()), default=(0, -1)),
             held=held,
             leased=leased,
         )

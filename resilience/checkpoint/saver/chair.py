@@ -43,7 +43,8 @@ class Seat:
 
     ranks: int
     again: bool  # it only lost its saver, or its line
-    held: set[Key] = field(default_factory=set)  # sealed by all of its ranks, and safe from being overwritten
+    held: set[Key]  # sealed by all of its ranks, and safe from being overwritten
+    leased: set[Key]  # of these, what an earlier saver was writing
     tried: int = 0  # all of its ranks are through with the steps below this
     asked: Message | None = None
     loaded: str | None = None
@@ -75,6 +76,7 @@ class Chair:
         self._began = False
         self._seats: dict[int, Seat] = {}
         self._decided: dict[Key, int] = {}
+        self._floor: Key = (0, -1)  # the newest that is known to be COMPLETE: nobody needs what is older
         self._wanted: set[int] = set()  # steps that somebody waits for
         self._durable: set[Key] = set()
         self._writes: dict[str, Write] = {}  # by folder
@@ -133,24 +135,23 @@ class Chair:
         if self._began and not message["again"]:
             return  # of a cycle that we have not heard of yet: rank 0 will come too, and then all join anew
         self._lost.pop(node, None)
-        self._seats[node] = Seat(
-            int(message["ranks"]), bool(message["again"]), {_key(item) for item in message["held"]}
-        )
+        held, leased = ({_key(item) for item in message[name]} for name in ("held", "leased"))
+        self._seats[node] = Seat(int(message["ranks"]), bool(message["again"]), held, leased)
         self.generation = max(self.generation, int(message["generation"]))
-        if not self._began and self.missing() <= 0:
-            self._began = True
-            self.generation += not all(seat.again for seat in self._seats.values())
-            self._tell_all(op="begin", generation=self.generation)
-        elif self._began:
-            self._tell(node, op="begin", generation=self.generation)
-        if self._began:
-            self._decide_all(now)
-            leased = {_key(item) for item in message["leased"]}
-            for key in sorted(leased):  # what an earlier saver of this node was about to write
-                self._write_now(key, now)
+        self._floor = max(self._floor, _key(message["newest"]))
         for folder, write in self._writes.items():
             if node in write.waiting:
                 self._tell(node, op="write", key=write.key, folder=folder)
+        if self._began:
+            self._tell(node, op="begin", generation=self.generation)
+        elif self.missing() <= 0:
+            self._began = True
+            self.generation += not all(seat.again for seat in self._seats.values())
+            self._tell_all(op="begin", generation=self.generation)
+        if self._began:
+            self._decide_all(now)
+            for key in sorted(set().union(*(seat.leased for seat in self._seats.values()))):
+                self._write_now(key, now)  # an earlier saver was about to
 
     # -- what is decided --------------------------------------------------------------------------------------------
 
@@ -183,8 +184,8 @@ class Chair:
         self._void(_key(message["key"]))
 
     def _void(self, key: Key) -> None:
-        if self._decided.get(key) == COMPLETE:
-            return  # it was whole once: whoever lost it since will not be asked for it
+        if key <= self._floor:
+            return  # it may have been whole once: whoever has it may use its slot, and nobody is told that it never was
         self._note(key, VOID)
         self._tell_all(op="decided", key=key, verdict=VOID, folder="")
 
@@ -196,6 +197,7 @@ class Chair:
     def _decide(self, key: Key, now: float) -> None:
         if all(key in seat.held for seat in self._seats.values()):
             self._note(key, COMPLETE)
+            self._floor = max(self._floor, key)
             folder = self._order(key, now) if not self._is_busy(key) and self._is_due(key, now) else ""
             self._tell_all(op="decided", key=key, verdict=COMPLETE, folder=folder)
         elif key[0] < self.generation or any(
@@ -347,7 +349,7 @@ class Chair:
     def _begin_after(self, key: Key) -> None:
         """Begin a generation: everything newer than ``key`` is void."""
         self.generation += 1
-        self._wanted = set()
+        self._floor, self._wanted = key, set()
         for seat in self._seats.values():
             seat.held, seat.tried = {held for held in seat.held if held <= key}, 0
         self._decided = {known: verdict for known, verdict in self._decided.items() if known <= key}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from resilience.checkpoint.arena import Slot
 from resilience.checkpoint.decisions import Key, RankView
 from resilience.checkpoint.ledger import L_ATTEMPT, L_COMPLETE, L_GENERATION, Ledger, Seal, fence
-from resilience.checkpoint.slots import VOID
+from resilience.checkpoint.slots import COMPLETE, VOID
 
 
 @dataclass
@@ -29,6 +29,10 @@ class Member:
     def usable(self, world: int) -> dict[Key, Seal]:
         """Return its snapshots that can be combined with those of the other ranks."""
         return {key: seal for key, seal in self.seals().items() if seal.world == world and seal.decision != VOID}
+
+    def complete(self) -> list[Key]:
+        """Return its snapshots of which it was told that all ranks have them."""
+        return [seal.key for seal in self.ledger.seals() if seal.decision == COMPLETE]
 
     def holds(self, seal: Seal) -> bool:
         """Whether the rank can't overwrite a slot before it is leased: it is already, or holds W or newer."""
