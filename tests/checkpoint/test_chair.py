@@ -184,6 +184,7 @@ def test_failure_anywhere_is_told_to_all_and_what_was_written_is_discarded(at: s
     assert table.take(0, "discard") == [{"op": "discard", "folder": folder}]
     table.written(2, folder=folder)
     assert table.take(0, "commit") == [], "what comes too late changes nothing"
+    assert table.take(2, "dropped") == [{"op": "dropped", "folder": folder}]
 
 
 def test_by_the_clock_one_is_written_at_a_time() -> None:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+import subprocess
+import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,8 +15,9 @@ from pathlib import Path
 import pytest
 
 from resilience.checkpoint.storage import Directory
+from tests.checkpoint.conftest import savers
 from tests.faults.test_checkpoint import saver_of
-from tests.jobs import WORKLOADS, Fleet, Job, children, command_line, wait_for
+from tests.jobs import WORKLOADS, Fleet, Job, children, command_line, free_port, wait_for
 
 pytestmark = pytest.mark.spawns
 OPTIONS = ["--max-restarts=4", "--ft-rank-term-timeout=2", "--ft-testimony-timeout=2"]
@@ -160,3 +165,37 @@ def test_directory_that_is_not_shared_is_refused_in_words(tmp_path: Path) -> Non
         codes = [node.wait() for node in it.nodes]
         assert 0 not in codes
         assert "need a directory that all of them share" in it.logs()
+
+
+def test_plain_torchrun_on_two_nodes_gives_the_same_and_leaves_no_saver(
+    tmp_path: Path, undisturbed: dict[int, str]
+) -> None:
+    """Without a launcher of ours the first rank of each node starts the saver, which is nobody's child."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--max-restarts=2"]
+    command += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--local-addr=127.0.0.1"]
+    agents = []
+    for number in range(2):
+        home = Path(tempfile.mkdtemp(prefix="tr-"))  # a node of its own, as far as sockets go
+        mine = tmp_path / f"progress{number}"
+        mine.mkdir()
+        environment = {**os.environ, "PROGRESS": str(mine), "OMP_NUM_THREADS": "1", "TMPDIR": str(home)}
+        environment |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # without it torchrun's restarts fail on stale keys
+        script = [DDP, str(tmp_path / "ck"), "24", "kill", "1", "13"]
+        with (tmp_path / f"log{number}").open("wb") as log:
+            conf = f"--rdzv-conf=is_host={'true' if number == 0 else 'false'}"
+            started = subprocess.Popen([*command, conf, *script], env=environment, stdout=log, stderr=log)
+            agents.append((started, home))
+    try:
+        logs = [(tmp_path / f"log{number}").read_text for number in range(2)]
+        assert [agent.wait(150) for agent, _ in agents] == [0, 0], logs[0]()[-3000:] + logs[1]()[-3000:]
+        found = {rank: path.read_text() for rank in range(2) for path in tmp_path.glob(f"progress*/final_{rank}")}
+        assert found == undisturbed
+        for _, home in agents:
+            wait_for(lambda home=home: not savers(home), "the savers to end", 60)  # type: ignore[misc]
+    finally:
+        for agent, home in agents:
+            agent.kill()
+            agent.wait()
+            for pid in savers(home):
+                os.kill(pid, signal.SIGKILL)
+            shutil.rmtree(home, ignore_errors=True)

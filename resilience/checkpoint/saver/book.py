@@ -6,7 +6,6 @@ all nodes is the chair's (:mod:`chair`), who is asked through the council even i
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import selectors
@@ -19,13 +18,13 @@ from typing import Any
 from resilience.checkpoint import decisions
 from resilience.checkpoint.decisions import Key
 from resilience.checkpoint.ledger import L_ALIVE, L_ATTEMPT, L_FAILURES, L_GENERATION, L_SERIAL
-from resilience.checkpoint.saver import restores
 from resilience.checkpoint.saver.chair import Chair, Message
 from resilience.checkpoint.saver.council import Council
-from resilience.checkpoint.saver.digests import Digests
-from resilience.checkpoint.saver.member import Member, Snapshot, view
+from resilience.checkpoint.saver.member import Member, Snapshot
+from resilience.checkpoint.saver.restores import Tries
+from resilience.checkpoint.saver.roll import Cycle, Roll
 from resilience.checkpoint.schedule import DiskClock
-from resilience.checkpoint.slots import COMPLETE, PENDING, VOID
+from resilience.checkpoint.slots import COMPLETE, VOID
 from resilience.checkpoint.storage import Directory
 
 _LOG = logging.getLogger("resilience.saver")
@@ -51,26 +50,6 @@ class Options:
         return DiskClock(self.disk_seconds, self.disk_auto, self.failures_s, time.monotonic())
 
 
-@dataclass(frozen=True)
-class Cycle:
-    """Which ranks of which job live on this node now."""
-
-    number: int
-    world: int
-    first: int  # rank
-    local: int  # ranks on this node
-
-    @property
-    def ranks(self) -> range:
-        """The ranks of this node."""
-        return range(self.first, self.first + self.local)
-
-    @property
-    def alone(self) -> bool:
-        """Whether there is no other node."""
-        return self.local == self.world
-
-
 class Book:
     """All ranks of this node that save into one directory."""
 
@@ -84,16 +63,14 @@ class Book:
     ) -> None:
         self.directory = Directory(path)
         self.options = options
-        self.members: dict[int, Member] = {}
-        self.cycle = Cycle(-1, 1, 0, 1)
+        self.roll = Roll()
         self.generation = 0
         self.begun = False  # the chair has begun the cycle
         self._again = False  # the cycle goes on, only the saver or the line is a new one
         self.done = False  # the chair needs us no longer
         self.failures: list[str] = []
         self.writing: dict[str, Snapshot] = {}  # by folder
-        self.digests = Digests()
-        self.tries = restores.read(path)
+        self.tries = Tries(path, self.complain)
         self.council = Council(selector, 0, self._hear)
         self.council.rejoin = self._join
         self.council.cut = lambda: serve(self, {"op": "refused", "why": _NO_CHAIR})
@@ -103,10 +80,14 @@ class Book:
         self._reported: dict[Key, dict[int, int]] = {}  # serials of what the chair was told of
         self._results: dict[str, Message] = {}  # by folder: what became of it, until the chair has answered
         self._asked: list[Message] = []  # to be said again if the line is cut
-        self._retired: list[Member] = []
         self._tried = 0
         self._signs: list[tuple[int, ...]] = []
         self._complained: set[str] = set()
+
+    @property
+    def cycle(self) -> Cycle:
+        """Which ranks of the job live here."""
+        return self.roll.cycle
 
     # -- who is there -----------------------------------------------------------------------------------------------
 
@@ -118,23 +99,24 @@ class Book:
             if cycle != self.cycle:
                 self._assemble(cycle, again=True)
             return
-        member = self.members.get(rank)
+        member = self.roll.members.get(rank)
         came_again = member is not None and member.cycle == cycle.number and member.pid not in (0, pid)
         if cycle == self.cycle and not came_again:
             return
-        self.generation = self.newest_generation()
+        stored = [item.manifest.generation for item in self.directory.stored(self.complain)]
+        self.generation = max([self.generation, self.roll.generation(), *stored])
         self._assemble(cycle, again=False)
-        for other in self.members.values():  # of a cycle without numbers: they will come again too
+        for other in self.roll.members.values():  # of a cycle without numbers: they will come again too
             other.cycle = min(other.cycle, cycle.number - 1)
         if cycle.alone:
             self._join()
             self.council.turn()
 
     def _assemble(self, cycle: Cycle, *, again: bool) -> None:
-        self.cycle, self.begun, self.done, self._again = cycle, False, False, again
+        self.begun, self.done, self._again = False, False, again
+        self.roll.begin(cycle)
         self.council.node = cycle.first
         self._reported, self._asked, self._signs = {}, [], []
-        self._retire([rank for rank in self.members if rank not in cycle.ranks])
         if cycle.first == 0:
             self._chair.new_round(cycle.world, cycle.number)
         if cycle.alone:
@@ -153,27 +135,20 @@ class Book:
 
     def _join(self) -> None:
         """Tell the chair who and what is here, and once more what it may not have heard."""
-        held = [snapshot.key for snapshot in self._held()]
-        leased = [snapshot.key for snapshot in self._held() if self._is_unfinished(snapshot)]
+        held = self.roll.held()
         self.council.say(
             op="join",
             node=self.cycle.first,
             ranks=self.cycle.local,
             generation=self.generation,
             again=self._again,
-            newest=max((key for member in self.locals().values() for key in member.complete()), default=(0, -1)),
-            held=held,
-            leased=leased,
+            newest=self.roll.newest_complete(),
+            held=[snapshot.key for snapshot in held],
+            leased=[snapshot.key for snapshot in held if self.roll.is_unfinished(snapshot)],
         )
         self._reported, self._signs, self._tried = {}, [], 0
         for message in (*self._results.values(), *self._asked):
             self.council.say(**message)
-
-    def newest_generation(self) -> int:
-        """Return the newest generation that anything here, or on disk, belongs to."""
-        known = [member.ledger.words[L_GENERATION] for member in self.members.values()]
-        stored = [item.manifest.generation for item in self.directory.stored(self.complain)]
-        return max([0, self.generation, *known, *stored])
 
     def take_over(self, cycle: Cycle, member: Member) -> None:
         """Take in memory that another saver had, and go on where that was: the ledgers know the generation."""
@@ -184,79 +159,32 @@ class Book:
 
     def deposit(self, member: Member) -> None:
         """Take in a rank's memory."""
-        if member.rank in self.members:
-            self._retire([member.rank])
-        self.members[member.rank] = member
-        if self.council.seated and len(self.locals()) == self.cycle.local:
+        self.roll.add(member)
+        if self.council.seated and self.roll.all_here():
             self._join()  # now it is known what is here
-
-    def _retire(self, ranks: list[int]) -> None:
-        for rank in ranks:
-            self._retired.append(self.members.pop(rank))  # the clerk may still read it
-            self.digests.forget(rank)
-
-    def locals(self) -> dict[int, Member]:
-        """Return the ranks of this node that have come."""
-        return {rank: self.members[rank] for rank in self.cycle.ranks if rank in self.members}
-
-    # -- what is in memory ------------------------------------------------------------------------------------------
-
-    def snapshot(self, key: Key) -> Snapshot | None:
-        """Return a snapshot if every rank of this node has it."""
-        found = {rank: member.usable(self.cycle.world).get(key) for rank, member in self.locals().items()}
-        seals = {rank: seal for rank, seal in found.items() if seal is not None}
-        return Snapshot(key, seals) if len(seals) == self.cycle.local else None
-
-    def restorable(self) -> list[Key]:
-        """Return the snapshots in memory that all ranks of this node have sealed, newest first."""
-        seals = {rank: list(member.usable(self.cycle.world)) for rank, member in self.locals().items()}
-        return decisions.restorable(seals, self.cycle.local)
-
-    def newest(self) -> Snapshot | None:
-        """Return the newest snapshot that all ranks of this node have sealed."""
-        found = self.restorable()
-        return self.snapshot(found[0]) if found else None
-
-    def _held(self) -> list[Snapshot]:
-        """Return the snapshots that no rank can overwrite before they are leased."""
-        found = [self.snapshot(key) for key in self.restorable()]
-        return [item for item in found if item is not None and self._holds(item)]
-
-    def _holds(self, snapshot: Snapshot) -> bool:
-        return all(self.members[rank].holds(seal) for rank, seal in snapshot.seals.items())
-
-    def _is_unfinished(self, snapshot: Snapshot) -> bool:
-        """Whether an earlier saver was writing it, or was still to."""
-        return any(
-            not seal.is_durable
-            and (self.members[rank].ledger.is_leased(seal) or (seal.on_disk and seal.decision == COMPLETE))
-            for rank, seal in snapshot.seals.items()
-        )
 
     # -- decisions --------------------------------------------------------------------------------------------------
 
     def turn(self) -> None:
         """Tell the chair whatever is new here, and hear what it says."""
         now = time.monotonic_ns()
-        for member in self.members.values():
+        members = self.roll.members.values()
+        for member in members:
             member.ledger.words[L_ALIVE] = now
-        signs = [(member.gone, *(member.ledger.words[word] for word in _SIGNS)) for member in self.members.values()]
+        signs = [(member.gone, *(member.ledger.words[word] for word in _SIGNS)) for member in members]
         if signs != self._signs and self.begun:
             self._signs = signs
             self._report()
         self.council.turn()
-        if self._retired and not self.writing:
-            self._let_go()
+        if not self.writing:
+            self.roll.let_go()
 
     def _report(self) -> None:
-        views = {rank: view(member, self.cycle.world) for rank, member in self.locals().items()}
-        pending = {
-            seal.key for member in self.locals().values() for seal in member.ledger.seals() if seal.decision == PENDING
-        }
-        for key in sorted(pending):
+        views = self.roll.views()
+        for key in self.roll.pending():
             verdict = decisions.decide(key, views, self.cycle.local)
             if verdict == VOID:
-                self._void(key)
+                self.roll.void(key)
                 self.council.say(op="void", key=key)
             elif verdict == COMPLETE:
                 self._report_sealed(key)
@@ -270,27 +198,24 @@ class Book:
         self._tried = tried
 
     def _report_sealed(self, key: Key) -> None:
-        snapshot = self.snapshot(key)
+        snapshot = self.roll.snapshot(key)
         if snapshot is not None and self._reported.get(key) != snapshot.serials():
             self._reported = {old: known for old, known in self._reported.items() if old >= (key[0] - 1, 0)}
             self._reported[key] = snapshot.serials()
             self.council.say(op="sealed", key=key, want=any(seal.on_disk for seal in snapshot.seals.values()))
 
-    def _void(self, key: Key) -> None:
-        for member in self.locals().values():
-            seal = member.seals().get(key)
-            if seal is not None and seal.decision == PENDING:
-                member.ledger.decide(seal, VOID)
-
     def _complete(self, key: Key, folder: str) -> None:
         """All ranks have it. What is to be written is leased before anybody is told: then it can't be overwritten."""
         if folder:
             self._order(key, folder)
-        snapshot = self.snapshot(key)
-        for rank, seal in snapshot.seals.items() if snapshot is not None else ():
-            self.members[rank].ledger.decide(seal, COMPLETE)
+        self.roll.complete(key)
         if key[0] == self.generation:
-            self.forget_tries()
+            self._went_well()
+
+    def _went_well(self) -> None:
+        """The job got further, or ended in good order. The chair's node keeps the book of that."""
+        if self.cycle.first == 0:
+            self.tries.forget()
 
     def _hear(self, message: Message) -> None:
         """Do what the chair says."""
@@ -300,14 +225,14 @@ class Book:
         elif op == "decided" and message["verdict"] == COMPLETE:
             self._complete(key, message["folder"])
         elif op == "decided":
-            self._void(key)
+            self.roll.void(key)
         elif op == "write":
             self._order(key, message["folder"])
-        elif op in ("durable", "failed"):
-            self._written(message["folder"], str(message.get("why", "")))
+        elif op in ("durable", "failed", "dropped"):
+            self._written(message["folder"], op, str(message.get("why", "")))
         elif op == "done":
             self.done = True
-            self.forget_tries()
+            self._went_well()
         else:
             self._serve(self, message)
 
@@ -315,15 +240,15 @@ class Book:
 
     def _order(self, key: Key, folder: str) -> None:
         """Lease a snapshot and have it written."""
-        snapshot = self.snapshot(key)
+        snapshot = self.roll.snapshot(key)
         if folder in self.writing:
             return  # the chair asks again because it did not hear: it will
-        if snapshot is None or not self._holds(snapshot):
+        if snapshot is None or not self.roll.holds(snapshot):
             self.report_written(folder, {"op": "failed", "why": f"step {key[1]} is no longer in memory"})
             return
         self.writing[folder] = snapshot
         for rank, seal in snapshot.seals.items():
-            self.members[rank].ledger.lease(seal)
+            self.roll.members[rank].ledger.lease(seal)
         self._write(self, snapshot, folder)
 
     def report_written(self, folder: str, result: Message) -> None:
@@ -331,23 +256,25 @@ class Book:
         self._results[folder] = {**result, "folder": folder}
         self.council.say(**self._results[folder])
 
-    def _written(self, folder: str, why: str) -> None:
-        """Take note that a snapshot is on disk, or why it is not."""
+    def _written(self, folder: str, became: str, why: str) -> None:
+        """Take note that a snapshot is on disk, or why it is not, or that no chair knows of it any more."""
         snapshot = self.writing.pop(folder, None)
         self._results.pop(folder, None)
-        if why:
+        if became == "failed":
             self.fail(why)
         if snapshot is None:
             return
+        busy = {(rank, seal.serial) for other in self.writing.values() for rank, seal in other.seals.items()}
         for rank, seal in snapshot.seals.items():
-            member = self.members.get(rank)
+            member = self.roll.members.get(rank)
             if member is None or member.ledger.seal_of(seal.slot) is None:
                 continue
-            if not why:
+            if became == "durable":
                 member.ledger.mark_durable(seal)
-            member.ledger.release(seal)
-        again = self.snapshot(snapshot.key)
-        if again is not None and not why and again.serials() != snapshot.serials():
+            if (rank, seal.serial) not in busy:
+                member.ledger.release(seal)
+        again = self.roll.snapshot(snapshot.key)
+        if again is not None and became == "durable" and again.serials() != snapshot.serials():
             self.council.say(op="sealed", key=snapshot.key, want=True)  # saved once more meanwhile
 
     def secure(self) -> None:
@@ -359,7 +286,7 @@ class Book:
     def secure_step(self, step: int) -> bool:
         """Have a step written if it is the newest that the ranks here have sealed; return whether it will be."""
         self.turn()
-        seals = [seal for member in self.locals().values() for seal in member.usable(self.cycle.world).values()]
+        seals = [seal for member in self.roll.locals().values() for seal in member.usable(self.cycle.world).values()]
         newest = max((seal.key for seal in seals), default=(0, -1))
         if newest[1] <= step:
             self._say_once(op="want", step=step)
@@ -405,43 +332,20 @@ class Book:
 
     def is_done(self) -> bool:
         """Whether all ranks of this node have come, and taken leave or died."""
-        here = self.locals().values()
-        return len(here) == self.cycle.local and all(member.said_bye or member.gone for member in here)
+        return self.roll.all_here() and all(item.said_bye or item.gone for item in self.roll.locals().values())
 
     def fail(self, why: str) -> None:
         """Keep a failure for whoever asks, and let all ranks know that there is one."""
         _LOG.error("%s", why)
         self.failures.append(why)
-        for member in self.members.values():
+        for member in self.roll.members.values():
             member.ledger.words[L_FAILURES] += 1
 
     def go_back_to(self, key: Key | None, generation: int) -> None:
         """Begin from a snapshot in memory (``None``: from disk, or afresh): whatever is newer is void."""
         self.generation = generation
         self._reported, self._asked = {}, []
-        for member in self.locals().values():
-            member.ledger.go_back_to(member.seals().get(key) if key is not None else None)
-
-    # -- going on ---------------------------------------------------------------------------------------------------
-
-    def restored_from(self, key: Key) -> None:
-        """Note that the job goes on from a snapshot. If that fails twice, another one is taken."""
-        self.tries = {**self.tries, key: self.tries.get(key, 0) + 1}
-        self._keep_tries()
-
-    def forget_tries(self) -> None:
-        """The job got further, or ended in good order: what it went on from was good."""
-        if self.tries:
-            self.tries = {}
-            self._keep_tries()
-
-    def _keep_tries(self) -> None:
-        if self.cycle.first != 0:
-            return  # the chair's node keeps them
-        try:
-            restores.write(self.directory.path, self.tries)
-        except OSError as error:
-            self.complain(f"{self.directory.path}: what the job went on from could not be noted: {error.strerror}")
+        self.roll.go_back_to(key)
 
     def complain(self, text: str) -> None:
         """Say something once."""
@@ -449,15 +353,9 @@ class Book:
             self._complained.add(text)
             _LOG.warning("%s", text)
 
-    def _let_go(self) -> None:
-        for member in self._retired:
-            with contextlib.suppress(OSError):
-                member.close()
-        self._retired = []
-
     def close(self) -> None:
         """Let go of all memory."""
         self.council.close()
-        self._retire(list(self.members))
-        self._let_go()
+        self.roll.retire(list(self.roll.members))
+        self.roll.let_go()
         self.directory.close()

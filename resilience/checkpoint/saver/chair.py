@@ -13,7 +13,7 @@ and is told
     begin     all nodes are here; the generation of what is sealed from now on
     decided   COMPLETE or VOID, and the folder to write it to, if it is to be written      write   write this one too
     choice    go on from this one       nothing   there is none     go   everybody has it   refused   it can't be done
-    durable   it is on disk, everywhere         failed  it is not, and why                  done    nobody needs you any more
+    durable   it is on disk, everywhere     failed  it is not, and why     dropped  nobody waits for it     done  nor for you
 
 The chair's own node is told two things more, ``commit`` (all files of a folder are there) and ``discard``, and says ``committed``.
 A job of one node has a chair too; it only never hears of others.
@@ -252,8 +252,10 @@ class Chair:
 
     def _hear_written(self, node: int, message: Message, now: float) -> None:
         write = self._writes.get(message["folder"])
+        if write is None:
+            self._tell(node, op="dropped", folder=message["folder"])  # ordered by a chair that is no more, or given up
         if write is None or node not in write.waiting:
-            return  # ordered by a chair that is no more, or given up
+            return
         write.waiting.discard(node)
         write.shards += message["shards"]
         write.values += message["values"]
@@ -263,6 +265,8 @@ class Chair:
     def _hear_failed(self, node: int, message: Message, now: float) -> None:
         if message["folder"] in self._writes:
             self._fail(message["folder"], str(message["why"]))
+        else:
+            self._tell(node, op="dropped", folder=message["folder"])
 
     def _hear_committed(self, node: int, message: Message, now: float) -> None:
         folder = message["folder"]

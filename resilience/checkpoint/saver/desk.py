@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from resilience.checkpoint.arena import Slot
 from resilience.checkpoint.ledger import Ledger
-from resilience.checkpoint.saver.book import Book, Cycle
+from resilience.checkpoint.saver.book import Book
 from resilience.checkpoint.saver.member import Member
 from resilience.checkpoint.saver.reception import Reception
+from resilience.checkpoint.saver.roll import Cycle
 from resilience.checkpoint.storage import DirectoryInUse
 from resilience.errors import CheckpointError
 from resilience.pulse import channel
@@ -115,7 +116,7 @@ class Desk:
         elif op in ("chair", "attend", "begun"):
             self._tell(caller, self._assemble(caller.book, op, message))
         elif op == "bye":
-            caller.book.members[caller.rank].said_bye = True
+            caller.book.roll.members[caller.rank].said_bye = True
             if caller.book.is_done():
                 caller.book.say_bye()
             self._tell(caller, {"ok": True})
@@ -133,7 +134,7 @@ class Desk:
         book.begin(cycle, rank, caller.pid, int(message["generation"]))
         self._saver.watch(caller.pid, book, rank)
         caller.heard_failures = len(book.failures)
-        member = book.members.get(rank)
+        member = book.roll.members.get(rank)
         usable = member is not None and member.ledger.number == int(message["slots"])
         begun = book.generation if book.begun else 0
         answer = {"generation": begun, "known": usable, "seated": book.council.seated}
@@ -143,7 +144,7 @@ class Desk:
 
     def _refuse_second_job(self, directory: str, rank: int, pid: int) -> None:
         book = self._saver.books.get(directory)
-        member = book.members.get(rank) if book is not None else None
+        member = book.roll.members.get(rank) if book is not None else None
         if member is not None and member.pid not in (0, pid) and self._saver.watches(member.pid):
             raise DirectoryInUse(
                 f"{directory}: another job writes its checkpoints here (rank {rank} has pid {member.pid}). Nothing was written. "

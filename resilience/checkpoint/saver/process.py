@@ -30,9 +30,10 @@ from typing import Any
 from resilience.checkpoint.arena import Slot
 from resilience.checkpoint.ledger import L_CYCLE, L_PID, Ledger
 from resilience.checkpoint.saver import clerk
-from resilience.checkpoint.saver.book import Book, Cycle, Options
+from resilience.checkpoint.saver.book import Book, Options
 from resilience.checkpoint.saver.desk import Desk
 from resilience.checkpoint.saver.member import Member, Snapshot
+from resilience.checkpoint.saver.roll import Cycle
 from resilience.pulse import channel
 
 _LOG = logging.getLogger("resilience.saver")
@@ -148,9 +149,9 @@ class Saver:
 
         def keep() -> None:
             self._digesting = False
-            again = book.snapshot(snapshot.key)
+            again = book.roll.snapshot(snapshot.key)
             if again is not None and again.serials() == snapshot.serials():
-                book.digests.keep(snapshot, found, book.members)
+                book.roll.digests.keep(snapshot, found, book.roll.members)
 
         self._later(keep)
 
@@ -183,7 +184,7 @@ class Saver:
         self._rank_gone(book, rank, pid)
 
     def _rank_gone(self, book: Book, rank: int, pid: int) -> None:
-        member = book.members.get(rank)
+        member = book.roll.members.get(rank)
         if member is not None and member.pid == pid:
             member.gone = True
             self._failed_ranks = self._failed_ranks or not member.said_bye
@@ -273,12 +274,17 @@ class Saver:
     def _write(self, book: Book, snapshot: Snapshot, folder: str) -> None:
         """Have the clerk write this node's part of a snapshot."""
         part = clerk.Part(
-            book.directory, folder, snapshot.key, snapshot.seals, slots_of(book, snapshot), book.digests.known(snapshot)
+            book.directory,
+            folder,
+            snapshot.key,
+            snapshot.seals,
+            slots_of(book, snapshot),
+            book.roll.digests.known(snapshot),
         )
 
         def written(result: clerk.Written) -> None:
             def note() -> None:
-                book.digests.keep(snapshot, result.digests(), book.members)
+                book.roll.digests.keep(snapshot, result.digests(), book.roll.members)
                 book.report_written(folder, result.message())
 
             self._later(note)
@@ -308,13 +314,13 @@ class Saver:
 
 def slots_of(book: Book, snapshot: Snapshot) -> dict[int, Slot]:
     """Return the slots that hold a snapshot, by rank."""
-    return {rank: book.members[rank].slots[seal.slot] for rank, seal in snapshot.seals.items()}
+    return {rank: book.roll.members[rank].slots[seal.slot] for rank, seal in snapshot.seals.items()}
 
 
 def undigested(book: Book) -> Snapshot | None:
     """Return the newest snapshot, if it has no digests and has been the newest for so long that they are worth it."""
-    newest = book.newest()
-    if newest is None or len(book.digests.known(newest)) == len(newest.seals):
+    newest = book.roll.newest()
+    if newest is None or len(book.roll.digests.known(newest)) == len(newest.seals):
         return None
     age = time.monotonic_ns() - max(seal.sealed_at for seal in newest.seals.values())
     return newest if age > _SETTLED_S * 1e9 else None

@@ -63,12 +63,12 @@ class Reception:
             "step": step,
             "fresh": meeting.fresh,
             "timeout": timeout,
-            "memory": book.restorable(),
+            "memory": book.roll.restorable(),
         }
         if book.cycle.first == 0:
             stored = [item.manifest for item in book.directory.stored(book.complain)]
             question |= {"disk": [(*item.key, item.world) for item in stored]}
-            question |= {"tries": [(*key, number) for key, number in book.tries.items()]}
+            question |= {"tries": [(*key, number) for key, number in book.tries.counts.items()]}
         book.ask(question)
 
     def loaded(self, book: Book, rank: int, wrong: str) -> None:
@@ -146,8 +146,8 @@ class Reception:
 
     def _go(self, book: Book, key: Key, where: str, generation: int) -> None:
         book.go_back_to(key if where == MEMORY else None, generation)
-        book.restored_from(key)
         if book.cycle.first == 0:
+            book.tries.add(key)
             _LOG.info("the job goes on from step %s (%s).", key[1], where)
         self._end(book, {"go": True, "generation": generation})
 
@@ -156,12 +156,12 @@ def describe(book: Book, key: Key, rank: int) -> tuple[dict[str, Any], tuple[int
     """Say where a snapshot is in the memory of this node, and what its bytes should be."""
     base: dict[str, Any] = {"found": MEMORY, "generation": key[0], "step": key[1]}
     peers, fds = [], []
-    for other, member in sorted(book.locals().items()):
+    for other, member in sorted(book.roll.locals().items()):
         seal = member.seals()[key]
         slot = member.slots[seal.slot]
         peers.append({"rank": other, "data": seal.data, "header": [seal.header_at, seal.header]})
         if other == rank:
-            known = book.digests.of(rank, seal.serial) or clerk.digests_of(slot, seal)
+            known = book.roll.digests.of(rank, seal.serial) or clerk.digests_of(slot, seal)
             base |= {"values": [seal.values_at, seal.values], "digests": known}
         fds.append(slot.fd)
     return {**base, "peers": peers}, tuple(fds)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 _NAME = ".restores.json"
@@ -24,3 +24,28 @@ def write(directory: Path, tries: Mapping[Key, int]) -> None:
     temporary = directory / f"{_NAME}.new"
     temporary.write_text(json.dumps([[*key, number] for key, number in tries.items()]), encoding="utf-8")
     temporary.rename(directory / _NAME)
+
+
+class Tries:
+    """How often the job went on from which snapshot since it last got further."""
+
+    def __init__(self, directory: Path, complain: Callable[[str], None]) -> None:
+        self._directory = directory
+        self._complain = complain
+        self.counts = read(directory)
+
+    def add(self, key: Key) -> None:
+        """The job goes on from a snapshot. If that fails twice, another one is taken."""
+        self._keep({**self.counts, key: self.counts.get(key, 0) + 1})
+
+    def forget(self) -> None:
+        """The job got further, or ended in good order: what it went on from was good."""
+        if self.counts:
+            self._keep({})
+
+    def _keep(self, counts: dict[Key, int]) -> None:
+        self.counts = counts
+        try:
+            write(self._directory, counts)
+        except OSError as error:
+            self._complain(f"{self._directory}: what the job went on from could not be noted: {error.strerror}")

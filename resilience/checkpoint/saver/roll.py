@@ -1,0 +1,143 @@
+"""The ranks of this node that save into one directory, and what is in their memory."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+
+from resilience.checkpoint import decisions
+from resilience.checkpoint.decisions import Key, RankView
+from resilience.checkpoint.ledger import L_GENERATION
+from resilience.checkpoint.saver.digests import Digests
+from resilience.checkpoint.saver.member import Member, Snapshot, view
+from resilience.checkpoint.slots import COMPLETE, PENDING, VOID
+
+
+@dataclass(frozen=True)
+class Cycle:
+    """Which ranks of which job live on this node now."""
+
+    number: int
+    world: int
+    first: int  # rank
+    local: int  # ranks on this node
+
+    @property
+    def ranks(self) -> range:
+        """The ranks of this node."""
+        return range(self.first, self.first + self.local)
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is no other node."""
+        return self.local == self.world
+
+
+class Roll:
+    """Who is here in this cycle. Those of other cycles are kept as long as somebody may read their memory."""
+
+    def __init__(self) -> None:
+        self.cycle = Cycle(-1, 1, 0, 1)
+        self.members: dict[int, Member] = {}
+        self.digests = Digests()
+        self._retired: list[Member] = []
+
+    def begin(self, cycle: Cycle) -> None:
+        """Begin a cycle: ranks that live elsewhere now have no memory here any more."""
+        self.cycle = cycle
+        self.retire([rank for rank in self.members if rank not in cycle.ranks])
+
+    def add(self, member: Member) -> None:
+        """Take in a rank's memory."""
+        if member.rank in self.members:
+            self.retire([member.rank])
+        self.members[member.rank] = member
+
+    def retire(self, ranks: list[int]) -> None:
+        """Take ranks off the roll; their memory goes with :meth:`let_go`."""
+        for rank in ranks:
+            self._retired.append(self.members.pop(rank))
+            self.digests.forget(rank)
+
+    def locals(self) -> dict[int, Member]:
+        """Return the ranks of this node that have come."""
+        return {rank: self.members[rank] for rank in self.cycle.ranks if rank in self.members}
+
+    def let_go(self) -> None:
+        """Close the memory of those that were retired. Nobody may be reading it."""
+        for member in self._retired:
+            with contextlib.suppress(OSError):
+                member.close()
+        self._retired = []
+
+    def all_here(self) -> bool:
+        """Whether all ranks of this node have come."""
+        return len(self.locals()) == self.cycle.local
+
+    def views(self) -> dict[int, RankView]:
+        """Return what the ledgers say, by rank."""
+        return {rank: view(member, self.cycle.world) for rank, member in self.locals().items()}
+
+    def pending(self) -> list[Key]:
+        """Return the snapshots that some rank has sealed and that are not decided, oldest first."""
+        seals = [seal for member in self.locals().values() for seal in member.ledger.seals()]
+        return sorted({seal.key for seal in seals if seal.decision == PENDING})
+
+    def generation(self) -> int:
+        """Return the newest generation that the ledgers know of."""
+        return max((member.ledger.words[L_GENERATION] for member in self.members.values()), default=0)
+
+    def snapshot(self, key: Key) -> Snapshot | None:
+        """Return a snapshot if every rank of this node has it."""
+        found = {rank: member.usable(self.cycle.world).get(key) for rank, member in self.locals().items()}
+        seals = {rank: seal for rank, seal in found.items() if seal is not None}
+        return Snapshot(key, seals) if len(seals) == self.cycle.local else None
+
+    def restorable(self) -> list[Key]:
+        """Return the snapshots in memory that all ranks of this node have sealed, newest first."""
+        seals = {rank: list(member.usable(self.cycle.world)) for rank, member in self.locals().items()}
+        return decisions.restorable(seals, self.cycle.local)
+
+    def newest(self) -> Snapshot | None:
+        """Return the newest snapshot that all ranks of this node have sealed."""
+        found = self.restorable()
+        return self.snapshot(found[0]) if found else None
+
+    def held(self) -> list[Snapshot]:
+        """Return the snapshots that no rank can overwrite before they are leased."""
+        found = [self.snapshot(key) for key in self.restorable()]
+        return [item for item in found if item is not None and self.holds(item)]
+
+    def holds(self, snapshot: Snapshot) -> bool:
+        """Whether no rank can overwrite a snapshot before it is leased."""
+        return all(self.members[rank].holds(seal) for rank, seal in snapshot.seals.items())
+
+    def is_unfinished(self, snapshot: Snapshot) -> bool:
+        """Whether an earlier saver was writing it, or was still to."""
+        return any(
+            not seal.is_durable
+            and (self.members[rank].ledger.is_leased(seal) or (seal.on_disk and seal.decision == COMPLETE))
+            for rank, seal in snapshot.seals.items()
+        )
+
+    def void(self, key: Key) -> None:
+        """Let the ranks know that a snapshot will never be whole."""
+        for member in self.locals().values():
+            seal = member.seals().get(key)
+            if seal is not None and seal.decision == PENDING:
+                member.ledger.decide(seal, VOID)
+
+    def complete(self, key: Key) -> None:
+        """Let the ranks know that all have a snapshot."""
+        snapshot = self.snapshot(key)
+        for rank, seal in snapshot.seals.items() if snapshot is not None else ():
+            self.members[rank].ledger.decide(seal, COMPLETE)
+
+    def newest_complete(self) -> Key:
+        """Return the newest snapshot of which a rank here was told that all have it."""
+        return max((key for member in self.locals().values() for key in member.complete()), default=(0, -1))
+
+    def go_back_to(self, key: Key | None) -> None:
+        """Begin from a snapshot in memory (``None``: from disk, or afresh): whatever is newer is void."""
+        for member in self.locals().values():
+            member.ledger.go_back_to(member.seals().get(key) if key is not None else None)
