@@ -238,6 +238,7 @@ class Fleet:
             "--local-addr=127.0.0.1",
             *options,
         ]
+        self._started = 0
         self.nodes: list[Job] = []
         self.env: dict[str, str] = {}  # of the launchers that are added from now on
 
@@ -245,7 +246,7 @@ class Fleet:
         self, *options: str, env: dict[str, str] | None = None, wrap: Callable[[list[str]], list[str]] = list
     ) -> Job:
         """Start one more launcher."""
-        number = len(self.nodes)
+        number, self._started = self._started, self._started + 1
         host = "true" if number == 0 and not self._hosted_elsewhere else "false"
         conf = f"--rdzv-conf=is_host={host},last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3"
         command = [*self._options, conf, f"--ft-node-name=n{number}", *options]

@@ -263,6 +263,18 @@ def test_everybody_is_let_go_when_the_last_node_says_bye_and_the_newest_is_on_it
     assert ops.index("write") < ops.index("done")
 
 
+def test_saver_that_is_about_to_end_writes_what_is_complete_and_is_let_go_alone() -> None:
+    table = Table()
+    table.sealed(0, 2, step=9)
+    table.say(2, op="leave")
+    ops = [message["op"] for message in table.told[2]]
+    assert ops.index("write") < ops.index("done")
+    assert len(table.take(0, "write")) == 1
+    assert table.take(0, "done") == []
+    table.say(0, op="leave")
+    assert len(table.take(2, "done")) == 2
+
+
 # -- restoring ------------------------------------------------------------------------------------------------------------
 
 

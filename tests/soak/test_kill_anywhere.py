@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.jobs import WORKLOADS, Job, children, command_line, job, wait_for
+from tests.faults.test_store import serving
+from tests.jobs import WORKLOADS, Fleet, Job, children, command_line, job, wait_for
 
 pytestmark = pytest.mark.spawns
 ROUNDS = int(os.environ.get("SOAK_ROUNDS", "3"))
@@ -39,12 +40,13 @@ class Note:
     step: int
 
 
-def notes_of(it: Job) -> list[Note]:
+def notes_of(*jobs: Job) -> list[Note]:
     found = []
-    for rank in range(2):
-        for _, text, at, pid in it.notes(rank):
-            what, _, step = text.partition("-")
-            found.append(Note(float(at), rank, int(pid), what, int(step or -1)))
+    for it in jobs:
+        for rank in range(4):
+            for _, text, at, pid in it.notes(rank):
+                what, _, step = text.partition("-")
+                found.append(Note(float(at), rank, int(pid), what, int(step or -1)))
     return sorted(found, key=lambda note: note.at)
 
 
@@ -86,8 +88,8 @@ def check(notes: list[Note], memory_lost_at: list[float]) -> None:
         elif note.what in ("restored", "fresh"):
             assert note.step >= complete, f"rank {note.rank} went on from {note.step}, and {complete} was complete"
             seen.setdefault(note.rank, []).append(note.step)
-    for first, second in zip(seen.get(0, []), seen.get(1, []), strict=False):
-        assert first == second, f"the ranks went on from different steps: {seen}"
+    for together in zip(*seen.values(), strict=False):
+        assert len(set(together)) == 1, f"the ranks went on from different steps: {seen}"
 
 
 @pytest.mark.parametrize("seed", range(ROUNDS))
@@ -124,3 +126,43 @@ def test_what_is_restored_is_what_was_saved_whoever_is_killed_at_whatever_instan
     last = [note for note in notes_of(it) if note.what == "end"]
     assert {note.rank for note in last} == {0, 1}
     assert [path.name for path in directory.iterdir() if path.name.startswith(".partial")] == []
+
+
+NODE_OPTIONS = [*OPTIONS, "--ft-node-silence-timeout=5", "--ft-use-infra-group-rank=true"]
+
+
+@pytest.mark.parametrize("seed", range(max(1, ROUNDS // 4)))
+@pytest.mark.timeout(600)
+def test_what_is_restored_on_two_nodes_is_what_was_saved_whoever_is_killed(tmp_path: Path, seed: int) -> None:
+    rng = random.Random(5000 + seed)
+    script = [str(WORKLOADS / "snapshots.py"), str(tmp_path / "checkpoints"), "250", str(rng.choice([4, 2000]))]
+    struck: list[tuple[str, ...]] = []
+    lost: list[float] = []
+    with serving() as port, Fleet(tmp_path, "2", NODE_OPTIONS, script, port=port) as it:
+        it.env = {"DT": str(rng.choice([0.005, 0.02])), "DISK_EVERY": str(rng.choice([1, 3, 10]))}
+        gone: list[Job] = []
+        for number in range(2):
+            it.add(env={"GROUP_RANK": str(number)})
+        for _ in range(rng.randint(2, 4)):
+            time.sleep(rng.uniform(0, 7))
+            node = rng.choice(it.nodes)
+            if any(other.process.poll() is not None for other in it.nodes):
+                break
+            struck.append(strike(node, rng))
+            if "launcher" in struck[-1]:  # a node is lost, and another one takes its place
+                place = it.nodes.index(node)
+                lost.append(time.monotonic() + 1.0 if "saver" not in struck[-1] else time.monotonic())
+                gone.append(it.nodes.pop(place))
+                it.add(env={"GROUP_RANK": str(place)})
+                it.nodes.insert(place, it.nodes.pop())
+        codes = [node.wait(300) for node in it.nodes]
+        assert codes == [0, 0], f"{codes} after {struck}\n{it.logs()[-9000:]}"
+        for node in (*gone, *it.nodes):
+            wait_for(lambda node=node: not node.family(), f"everybody to be gone after {struck}", 60)  # type: ignore[misc]
+        notes = notes_of(*gone, *it.nodes)
+        try:
+            check(notes, lost)
+        except AssertionError as wrong:
+            raise AssertionError(f"{wrong}, after {struck}\n{it.logs()[-9000:]}") from None
+    assert {note.rank for note in notes if note.what == "end"} == {0, 1, 2, 3}
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir() if path.name.startswith(".partial")] == []

@@ -18,7 +18,7 @@ from typing import Any
 from resilience.checkpoint import decisions
 from resilience.checkpoint.decisions import Key
 from resilience.checkpoint.ledger import L_ALIVE, L_ATTEMPT, L_FAILURES, L_GENERATION, L_SERIAL
-from resilience.checkpoint.saver.chair import Chair, Message
+from resilience.checkpoint.saver.chair import GONE_S, Chair, Message
 from resilience.checkpoint.saver.council import Council
 from resilience.checkpoint.saver.member import Member, Snapshot
 from resilience.checkpoint.saver.restores import Tries
@@ -320,15 +320,15 @@ class Book:
         """Have the newest complete snapshot on disk: this saver is about to end."""
         self.directory.say_leaving()
         self.turn()
-        if self.council.chair is not None:
-            self.council.chair.leave(time.monotonic())
-        else:
-            self._say_once(op="bye")
+        self._say_once(op="leave")
         self.council.turn()
 
     def is_settled(self) -> bool:
         """Whether nothing is left to be done for anybody."""
-        return not self.writing and (self.done or not self.begun or self.council.cut_for() > _CUT_S)
+        gone = self.council.cut_for()
+        if gone > GONE_S:
+            return True  # without the chair nothing of what is being written becomes a checkpoint
+        return not self.writing and (self.done or not self.begun or gone > _CUT_S)
 
     def is_done(self) -> bool:
         """Whether all ranks of this node have come, and taken leave or died."""

@@ -6,7 +6,8 @@ One saver per job is the chair: that of the node with rank 0. A node tells it
     sealed    all ranks of this node have sealed a snapshot        void      one of them never will       tried  all have tried
     ask       all ranks want to go on from somewhere               loaded    they have tried: "" or what was wrong
     written   its files of a snapshot are on disk                  failed    they are not, and why
-    want      a step is waited for      secure   a rank failed     bye       its ranks are done     quit   the restoring is off
+    want      a step is waited for      secure   a rank failed     bye       its ranks are done     leave  its saver is about to end
+    quit      the restoring is off
 
 and is told
 
@@ -287,12 +288,14 @@ class Chair:
     def _hear_bye(self, node: int, message: Message, now: float) -> None:
         self._seats[node].bye = True
         if self._began and all(seat.bye or name in self._lost for name, seat in self._seats.items()):
-            self.leave(now)
+            self._hear_secure(node, message, now)
+            self._tell_all(op="done")
 
-    def leave(self, now: float) -> None:
-        """Have the newest snapshot on disk; then nobody is needed any more."""
-        self._hear_secure(_ME, {}, now)
-        self._tell_all(op="done")
+    def _hear_leave(self, node: int, message: Message, now: float) -> None:
+        """The saver of a node is about to end. If it is ours, nobody else is needed either."""
+        self._hear_secure(node, message, now)
+        for name in self._seats if node == _ME else [node]:
+            self._tell(name, op="done")
 
     # -- what the job goes on from ----------------------------------------------------------------------------------
 
