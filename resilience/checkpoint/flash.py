@@ -19,6 +19,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Iterable
+from dataclasses import astuple
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -57,9 +58,9 @@ class FlashCheckpoint:
     ``directory``: where checkpoints go. ``things``: what they are made of, by name: modules, optimizers, and anything with
     ``state_dict()`` and ``load_state_dict()``. Slots are allocated here, before step 0; what does not fit is said here.
 
-    ``memory_every``: steps between snapshots; 1: every call takes one. ``disk_every``: steps, a ``timedelta`` or ``"auto"`` (from
-    the measured time of a write and ``mean_time_between_failures``, by Young and Daly) between those that are written to disk;
-    ``None``: only what is left at the end or after a failure. ``keep``: so many checkpoints stay on
+    ``memory_every``: steps, a ``timedelta`` or ``"auto"`` between snapshots; 1: every call takes one. ``disk_every``: the same,
+    between those that are written to disk; ``None``: only what is left at the end or after a failure. ``"auto"`` follows from what
+    one costs and ``mean_time_between_failures``, by Young and Daly. ``keep``: so many checkpoints stay on
     disk, and every ``keep_every``-th step for good. ``replicated``: names of things that are the same on all ranks (what is inside
     DDP is known to be). ``on_save_error``: ``"raise"`` or ``"warn"`` in the next call after a save failed in the background, up to
     ``max_failures`` in a row.
@@ -69,7 +70,7 @@ class FlashCheckpoint:
         self,
         directory: str | os.PathLike[str],
         *,
-        memory_every: int = 1,
+        memory_every: Interval = 1,
         disk_every: Interval = timedelta(minutes=5),
         keep: int = 3,
         keep_every: int = 0,
@@ -89,10 +90,8 @@ class FlashCheckpoint:
         self._place = Place.here()
         self._failures_every = mean_time_between_failures or options.DEVICE_FAILS_EVERY / self._place.world
         self._memory_every = Every.of("memory_every", memory_every)
-        if not self._memory_every.steps:
-            raise ConfigError(
-                f"memory_every={memory_every!r}: give a number of steps; save() is where a step is known."
-            )
+        if memory_every is None:
+            raise ConfigError('memory_every=None: give a number of steps, a timedelta or "auto".')
         self._disk_every = Every.of("disk_every", disk_every)
         self._restore_timeout = options.seconds(restore_timeout)
         self._number = slots
@@ -113,12 +112,11 @@ class FlashCheckpoint:
         self._attendant = Attendant(self._link, self._stager, self._place, raises=raises, most=max_failures)
 
     def _options(self, keep: int, keep_every: int) -> dict[str, Any]:
-        every = self._disk_every
         return {
             "keep": keep,
             "keep_every": keep_every,
-            "disk_seconds": every.seconds,
-            "disk_auto": every.auto,
+            "memory": astuple(self._memory_every),
+            "disk": astuple(self._disk_every),
             "failures_s": options.seconds(self._failures_every),
             "run": self._place.run,
             "facts": {"torch": torch.__version__, "python": sys.version.split()[0]},
@@ -196,8 +194,10 @@ class FlashCheckpoint:
         self._attendant.look()
         if disk is None:
             disk = self._owed or self._disk_every.has(step)
-        if not disk and not self._memory_every.has(step):
-            return Receipt.ended(step, Level.SKIPPED, f"not due: every {self._memory_every.steps} steps")
+        if not disk and not self._memory_every.has(step) and not self._stager.is_armed(step):
+            self._stager.tried(step)
+            return Receipt.ended(step, Level.SKIPPED, f"not due: {self._memory_every}")
+        self._stager.serve()
         try:
             slot = self._stager.choose(step, wait, self._await_room)
             if isinstance(slot, Receipt):

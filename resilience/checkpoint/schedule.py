@@ -47,35 +47,39 @@ class Every:
             return cls(auto=True)
         raise ConfigError(f'{name}={value!r}: give a number of steps, a timedelta, "auto", or None for never.')
 
+    def __str__(self) -> str:
+        if self.auto:
+            return "as often as it pays"
+        return f"every {self.seconds:g} s" if self.seconds else f"every {self.steps} steps"
+
     def has(self, step: int) -> bool:
         """Whether so many more steps are done with this one; steps are counted from 0."""
         return self.steps > 0 and (step + 1) % self.steps == 0
 
 
-class DiskClock:
-    """When the next snapshot is to be written, where that is a matter of time: every so many seconds, or by Young and Daly."""
+class Clock:
+    """When the next snapshot is due, where that is a matter of time: every so many seconds, or by Young and Daly."""
 
-    def __init__(self, seconds: float, auto: bool, failures_s: float, now: float) -> None:
-        self._seconds = seconds
-        self._auto = auto
+    def __init__(self, every: Every, failures_s: float, now: float) -> None:
+        self._every = every
         self._failures_s = failures_s  # how long the job runs between two failures, on average
-        self._due = now + seconds  # the first one is due at once where its cost is unknown
-        self._write_s = 0.0
+        self._due = now + every.seconds  # the first one is due at once where its cost is unknown
+        self._cost_s = 0.0
 
     def take(self, now: float) -> bool:
         """Whether one is due. Then the next one is due an interval later."""
-        if not (self._seconds or self._auto) or now < self._due:
+        if not (self._every.seconds or self._every.auto) or now < self._due:
             return False
         self._due = now + self._interval()
         return True
 
-    def wrote(self, began: float, now: float) -> None:
-        """Learn what a write took."""
-        self._write_s = now - began
-        if self._auto:
+    def learn(self, cost_s: float, began: float) -> None:
+        """Learn what one costs; it was begun at a time."""
+        self._cost_s = cost_s
+        if self._every.auto:
             self._due = began + self._interval()
 
     def _interval(self) -> float:
-        if not self._auto:
-            return self._seconds
-        return max(2 * self._write_s, young_daly(self._write_s, self._failures_s))
+        if not self._every.auto:
+            return self._every.seconds
+        return max(2 * self._cost_s, young_daly(self._cost_s, self._failures_s))

@@ -15,10 +15,12 @@ from resilience.checkpoint import plan, slots
 from resilience.checkpoint.arena import Slot
 from resilience.checkpoint.ledger import (
     L_ATTEMPT,
+    L_COST,
     L_CYCLE,
     L_GENERATION,
     L_PID,
     L_RANK,
+    L_STAGE_FROM,
     L_WORLD,
     Ledger,
     fence,
@@ -58,6 +60,7 @@ class Stager:
         self._headers: dict[int, int] = {}  # by slot: the plan whose header stands in it
         self.receipts: dict[int, Receipt] = {}  # by slot
         self._skipped = 0
+        self._served = ledger.words[L_STAGE_FROM]
         self._quiet_until = 0.0
         words = ledger.words
         words[L_RANK], words[L_WORLD], words[L_CYCLE], words[L_PID] = place.rank, place.world, place.cycle, os.getpid()
@@ -107,6 +110,7 @@ class Stager:
 
     def stage(self, index: int, step: int, state: Collected, values: bytes, disk: bool) -> Receipt:
         """Copy a state into a slot and seal it."""
+        began = time.monotonic_ns()
         made = self._plan_for(state)
         old = self.receipts.pop(index, None)
         if old is not None:
@@ -118,10 +122,26 @@ class Stager:
         copy(self._targets_in(index, slot, made), made.sources(state))
         slot.map[values_at : values_at + len(values)] = values
         where = (made.data_bytes, header_at, len(made.header), values_at, len(values))
-        fields = (self._generation, step, made.id, self._place.world, *where, time.monotonic_ns())
+        now = time.monotonic_ns()
+        fields = (self._generation, step, made.id, self._place.world, *where, now)
         serial = self.ledger.seal(index, fields, disk)
+        self.ledger.words[L_COST] = now - began
+        if _LOG.isEnabledFor(logging.DEBUG):
+            pace = made.data_bytes / max(now - began, 1)
+            _LOG.debug(
+                "step %s: %s bytes staged in %.2f ms (%.2f GB/s).", step, made.data_bytes, (now - began) / 1e6, pace
+            )
         receipt = self.receipts[index] = Receipt(step, lambda: self._standing(index, serial))
         return receipt
+
+    def is_armed(self, step: int) -> bool:
+        """Whether it is time for a snapshot, by the saver's clock: once for every time that it says so."""
+        armed = self.ledger.words[L_STAGE_FROM]
+        return 0 < armed <= step + 1 and armed != self._served
+
+    def serve(self) -> None:
+        """A snapshot is being taken, or was tried: the wish for one is served."""
+        self._served = self.ledger.words[L_STAGE_FROM]
 
     def tried(self, step: int) -> None:
         """Say that this rank is through with a step, whatever came of it: whoever waits for its seal need not."""

@@ -9,17 +9,19 @@ from typing import Any
 import pytest
 
 from resilience.checkpoint.decisions import Key
-from resilience.checkpoint.saver.chair import GONE_S, Chair, Message
+from resilience.checkpoint.saver.chair import AHEAD, GONE_S, Chair, Message
 from resilience.checkpoint.saver.restoring import DISK, MEMORY, TRIES
-from resilience.checkpoint.schedule import DiskClock
+from resilience.checkpoint.schedule import Clock, Every
 from resilience.checkpoint.slots import COMPLETE, VOID
+
+NEVER = Clock(Every(), 0, 0.0)
 
 
 class Table:
     """A chair with two nodes of two ranks; what they were told."""
 
-    def __init__(self, nodes: int = 2, clock: DiskClock | None = None, join: bool = True) -> None:
-        self.chair = Chair(clock or DiskClock(0, False, 0, 0.0))
+    def __init__(self, nodes: int = 2, disk: Clock | None = None, join: bool = True) -> None:
+        self.chair = Chair(NEVER, disk or NEVER)
         self.nodes = [2 * number for number in range(nodes)]
         self.now = 0.0
         self.told: dict[int, list[Message]] = {node: [] for node in self.nodes}
@@ -147,6 +149,25 @@ def test_chair_that_takes_anothers_place_comes_to_the_same_decisions() -> None:
     assert table.verdicts(2) == {(5, 2): COMPLETE, (5, 3): COMPLETE}
 
 
+def test_by_the_clock_a_step_is_armed_that_no_rank_has_come_to() -> None:
+    table = Table(join=False)
+    table.chair = Chair(Clock(Every(seconds=10), 0, 0.0), NEVER)
+    table.chair.new_round(4, 0)
+    for node in table.nodes:
+        table.join(node)
+
+    def tick(now: float) -> list[Message]:
+        table.chair.tick(now)
+        table.deliver()
+        return table.take(2, "when")
+
+    assert [bool(tick(now)) for now in (9.0, 10.0, 15.0, 20.5)] == [False, True, False, True]
+    table.say(0, op="at", step=31, cost_s=0.1)
+    assert table.take(0, "arm") == []
+    table.say(2, op="at", step=33, cost_s=0.2)
+    assert [table.take(node, "arm") for node in (0, 2)] == [[{"op": "arm", "step": 33 + AHEAD}]] * 2
+
+
 # -- to disk --------------------------------------------------------------------------------------------------------------
 
 
@@ -188,7 +209,7 @@ def test_failure_anywhere_is_told_to_all_and_what_was_written_is_discarded(at: s
 
 
 def test_by_the_clock_one_is_written_at_a_time() -> None:
-    table = Table(1, DiskClock(10, False, 0, 0.0))
+    table = Table(1, Clock(Every(seconds=10), 0, 0.0))
     for second in range(40):
         table.now = float(second)
         table.sealed(0, step=second)
@@ -421,7 +442,7 @@ def test_nodes_never_hear_different_things_whatever_is_cut_or_dies(seed: int) ->
     nodes = {name: Node(name) for name in range(rng.choice([1, 2, 3, 4]))}
 
     def new_chair() -> Chair:
-        made = Chair(DiskClock(0, False, 0, 0.0))
+        made = Chair(NEVER, NEVER)
         made.new_round(len(nodes), 0)
         for node in nodes.values():
             node.join()

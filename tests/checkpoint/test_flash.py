@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from torch import nn
 
 import resilience
 from resilience.checkpoint.flash import FlashCheckpoint
-from resilience.checkpoint.receipt import Level
+from resilience.checkpoint.receipt import Level, Receipt
 from resilience.checkpoint.storage import Directory, DirectoryInUse, read_manifest, write_manifest
 from resilience.errors import CheckpointError, ConfigError, NothingToRestore, SaveError
 from tests.checkpoint.conftest import savers
@@ -525,3 +526,27 @@ def test_process_that_ends_in_good_order_takes_leave_without_close(home: Path) -
 
 def test_public_name_is_the_class(home: Path) -> None:
     assert resilience.FlashCheckpoint is FlashCheckpoint
+
+
+@pytest.mark.parametrize("every", [timedelta(milliseconds=300), "auto"])
+def test_snapshots_by_the_clock_are_taken_now_and_then(home: Path, every: timedelta | str) -> None:
+    failures = timedelta(days=1000)  # so rare that "auto" takes few
+    with FlashCheckpoint(home, disk_every=None, memory_every=every, mean_time_between_failures=failures) as checkpoint:
+        kept: list[int] = []
+
+        def step() -> bool:
+            number = len(receipts)
+            receipts.append(checkpoint.save_state(number, {"x": torch.zeros(1000)}))
+            if receipts[-1].level is not Level.SKIPPED:
+                kept.append(number)
+            return len(kept) >= 2
+
+        receipts: list[Receipt] = []
+        if every == "auto":
+            wait_for(lambda: step() or bool(kept), "a first snapshot")
+        else:
+            wait_for(step, "two snapshots")
+        assert len(receipts) > 2 * len(kept)
+        assert receipts[0].level is Level.SKIPPED
+        assert "not due" in receipts[0].reason
+        assert checkpoint.wait(kept[-1], Level.COMPLETE).level is Level.COMPLETE

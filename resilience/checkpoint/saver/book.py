@@ -23,7 +23,7 @@ from resilience.checkpoint.saver.council import Council
 from resilience.checkpoint.saver.member import Member, Snapshot
 from resilience.checkpoint.saver.restores import Tries
 from resilience.checkpoint.saver.roll import Cycle, Roll
-from resilience.checkpoint.schedule import DiskClock
+from resilience.checkpoint.schedule import Clock, Every
 from resilience.checkpoint.slots import COMPLETE, VOID
 from resilience.checkpoint.storage import Directory
 
@@ -39,15 +39,17 @@ class Options:
 
     keep: int = 3
     keep_every: int = 0
-    disk_seconds: float = 0.0
-    disk_auto: bool = False
+    memory: list[float] = field(default_factory=lambda: [0, 0.0, False])  # an Every each
+    disk: list[float] = field(default_factory=lambda: [0, 0.0, False])
     failures_s: float = 0.0  # how long the job runs between two failures, on average
     run: str = ""
     facts: dict[str, Any] = field(default_factory=dict)
 
-    def clock(self) -> DiskClock:
-        """Return what says when a snapshot is to be written."""
-        return DiskClock(self.disk_seconds, self.disk_auto, self.failures_s, time.monotonic())
+    def chair(self) -> Chair:
+        """Return a chair that goes by these clocks."""
+        memory, disk = (Every(int(steps), seconds, bool(auto)) for steps, seconds, auto in (self.memory, self.disk))
+        now, mark = time.monotonic(), f"{os.getpid()}-"
+        return Chair(Clock(memory, self.failures_s, now), Clock(disk, self.failures_s, now), mark)
 
 
 class Book:
@@ -74,7 +76,7 @@ class Book:
         self.council = Council(selector, 0, self._hear)
         self.council.rejoin = self._join
         self.council.cut = lambda: serve(self, {"op": "refused", "why": _NO_CHAIR})
-        self._chair = Chair(options.clock(), f"{os.getpid()}-")
+        self._chair = options.chair()
         self._write = write
         self._serve = serve  # what concerns ranks or disk more than ledgers
         self._reported: dict[Key, dict[int, int]] = {}  # serials of what the chair was told of
@@ -230,6 +232,10 @@ class Book:
             self._order(key, message["folder"])
         elif op in ("durable", "failed", "dropped"):
             self._written(message["folder"], op, str(message.get("why", "")))
+        elif op == "when":
+            self.council.say(op="at", **self.roll.pace())
+        elif op == "arm":
+            self.roll.arm(int(message["step"]))
         elif op == "done":
             self.done = True
             self._went_well()

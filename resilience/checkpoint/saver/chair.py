@@ -7,11 +7,12 @@ One saver per job is the chair: that of the node with rank 0. A node tells it
     ask       all ranks want to go on from somewhere               loaded    they have tried: "" or what was wrong
     written   its files of a snapshot are on disk                  failed    they are not, and why
     want      a step is waited for      secure   a rank failed     bye       its ranks are done     leave  its saver is about to end
-    quit      the restoring is off
+    at        how far its ranks are, and what a snapshot costs     quit      the restoring is off
 
 and is told
 
     begin     all nodes are here; the generation of what is sealed from now on
+    when      how far are you?  arm  take a snapshot at this step: it is time for one
     decided   COMPLETE or VOID, and the folder to write it to, if it is to be written      write   write this one too
     choice    go on from this one       nothing   there is none     go   everybody has it   refused   it can't be done
     durable   it is on disk, everywhere     failed  it is not, and why     dropped  nobody waits for it     done  nor for you
@@ -27,13 +28,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from resilience.checkpoint.saver import restoring
-from resilience.checkpoint.saver.restoring import DISK, Candidate, Key
-from resilience.checkpoint.schedule import DiskClock
+from resilience.checkpoint.decisions import Key
+from resilience.checkpoint.saver.restoring import Agreement
+from resilience.checkpoint.schedule import Clock
 from resilience.checkpoint.slots import COMPLETE, VOID
 
 Message = dict[str, Any]
 GONE_S = 15.0  # a node that was lost and did not come back within this writes nothing any more
+AHEAD = 2  # steps from the farthest rank to the one that a snapshot is taken at
 _KEPT = 64
 _ME = 0
 
@@ -46,9 +48,8 @@ class Seat:
     again: bool  # it only lost its saver, or its line
     held: set[Key]  # sealed by all of its ranks, and safe from being overwritten
     leased: set[Key]  # of these, what an earlier saver was writing
+    at: int | None = None  # how far it is, if it was asked
     tried: int = 0  # all of its ranks are through with the steps below this
-    asked: Message | None = None
-    loaded: str | None = None
     bye: bool = False
 
 
@@ -68,10 +69,11 @@ class Write:
 class Chair:
     """Decides. Nodes are named by their first rank, the chair's own is 0. ``out`` is what is to be told, in order."""
 
-    def __init__(self, clock: DiskClock, mark: str = "") -> None:
+    def __init__(self, memory: Clock, disk: Clock, mark: str = "") -> None:
         self.out: deque[tuple[int, Message]] = deque()
         self.generation = 0
-        self._clock = clock
+        self._memory, self._disk = memory, disk
+        self._asked_when = 0.0
         self._mark = mark  # of this chair's folders: a node may still write for one that is no more
         self._world = self._cycle = 0
         self._began = False
@@ -83,15 +85,13 @@ class Chair:
         self._writes: dict[str, Write] = {}  # by folder
         self._number = 0
         self._lost: dict[int, float] = {}
-        self._choice: Candidate | None = None
-        self._bad: dict[Candidate, str] = {}
-        self._deadline = 0.0
+        self._agreement = Agreement()
 
     def new_round(self, world: int, cycle: int) -> None:
         """A cycle begins: all nodes are to join anew. What is being written goes on."""
         self._world, self._cycle, self._began = world, cycle, False
         self._seats, self._wanted = {}, set()
-        self._call_off()
+        self._agreement = Agreement()
 
     def hear(self, node: int, message: Message, now: float) -> None:
         """Take in what a node says."""
@@ -104,7 +104,7 @@ class Chair:
     def lost(self, node: int, now: float) -> None:
         """The line to a node is cut. It may come back."""
         self._lost.setdefault(node, now)
-        if self._seats.get(node) is not None and self._asking():
+        if node in self._seats and self._agreement.asks:
             self._refuse(f"the saver of the node with rank {node} was lost while the ranks were restoring")
 
     def tick(self, now: float) -> None:
@@ -113,11 +113,12 @@ class Chair:
             if now - since > GONE_S:
                 for folder in [name for name, write in self._writes.items() if node in write.waiting]:
                     self._fail(folder, f"the node with rank {node} is gone, and its part with it")
-        if self._asking() and now > self._deadline:
-            late = [node for node, seat in self._seats.items() if (seat.loaded if self._choice else seat.asked) is None]
-            self._refuse(
-                f"the ranks of the node with rank {', '.join(map(str, late))} did not come to restore() in time"
-            )
+        if self._began and self._memory.take(now):
+            self._asked_when = now
+            self._tell_all(op="when")
+        if self._agreement.asks and now > self._agreement.deadline:
+            late = ", ".join(map(str, self._agreement.late(self._seats)))
+            self._refuse(f"the ranks of the node with rank {late} did not come to restore() in time")
 
     def missing(self) -> int:
         """Return how many ranks are yet to join."""
@@ -217,13 +218,24 @@ class Chair:
         common = set.intersection(*held) if held and self._began else set()
         return max((key for key in common if self._decided.get(key) != VOID), default=None)
 
+    def _hear_at(self, node: int, message: Message, now: float) -> None:
+        """A node says how far it is. The step must be one that nobody has passed when it hears of it; if somebody has, the
+        snapshot is void, and the next one is not."""
+        self._seats[node].at = int(message["step"])
+        self._memory.learn(float(message["cost_s"]), self._asked_when)
+        far = [seat.at for seat in self._seats.values() if seat.at is not None]
+        if len(far) == len(self._seats):
+            self._tell_all(op="arm", step=max(far) + AHEAD)
+            for seat in self._seats.values():
+                seat.at = None
+
     # -- what is written --------------------------------------------------------------------------------------------
 
     def _is_due(self, key: Key, now: float) -> bool:
         if key[1] in self._wanted:
             self._wanted.discard(key[1])
             return True
-        return not self._writes and self._clock.take(now)
+        return not self._writes and self._disk.take(now)
 
     def _order(self, key: Key, now: float) -> str:
         self._number += 1
@@ -276,7 +288,7 @@ class Chair:
         elif folder in self._writes:
             write = self._writes.pop(folder)
             self._durable = {key for key in self._durable if key[0] >= write.key[0] - 1} | {write.key}
-            self._clock.wrote(write.began, now)
+            self._disk.learn(now - write.began, write.began)
             self._tell_all(op="durable", key=write.key, folder=folder)
 
     def _fail(self, folder: str, why: str) -> None:
@@ -299,59 +311,50 @@ class Chair:
 
     # -- what the job goes on from ----------------------------------------------------------------------------------
 
-    def _asking(self) -> bool:
-        return any(seat.asked is not None for seat in self._seats.values())
-
-    def _call_off(self) -> None:
-        for seat in self._seats.values():
-            seat.asked = seat.loaded = None
-        self._choice, self._bad = None, {}
-
     def _refuse(self, why: str) -> None:
-        self._call_off()
+        self._agreement = Agreement()
         self._tell_all(op="refused", why=why)
 
     def _hear_quit(self, node: int, message: Message, now: float) -> None:
-        if self._asking():
+        if self._agreement.asks:
             self._refuse(str(message["why"]))
 
     def _hear_ask(self, node: int, message: Message, now: float) -> None:
-        if not self._asking():
-            self._deadline = now + float(message["timeout"])
-        self._seats[node].asked = message
-        if self._began and all(seat.asked is not None for seat in self._seats.values()):
+        self._agreement.ask(node, message, now)
+        if not self._agreement.late(self._seats):
             self._choose()
 
     def _choose(self) -> None:
-        asks = [seat.asked for seat in self._seats.values() if seat.asked is not None]
-        wanted = {ask["step"] for ask in asks}
-        if len(wanted) > 1:
-            self._refuse(f"ranks ask for different steps: {sorted(map(str, wanted))}")
+        agreement = self._agreement
+        if agreement.differ():
+            self._refuse(f"ranks ask for different steps: {agreement.differ()}")
             return
-        (step,) = wanted
-        mine = self._seats[_ME].asked or {}
-        in_memory = set.intersection(*({_key(item) for item in ask["memory"]} for ask in asks))
-        on_disk = {(generation, number): world for generation, number, world in mine["disk"]}
-        for key, world in on_disk.items():
-            if world != self._world:
-                self._bad[Candidate(key, DISK)] = (
-                    f"step {key[1]} was saved by {world} ranks, and here are {self._world}: other world sizes are not supported yet"
-                )
-        found = restoring.candidates(sorted(in_memory), sorted(on_disk))
-        failed = {(generation, number): count for generation, number, count in mine["tries"]}
-        self._choice = restoring.pick(found, step=step, bad=self._bad, failed=failed)
-        for seat in self._seats.values():
-            seat.loaded = None
-        if self._choice is not None:
-            aside = restoring.set_aside(found, self._choice, failed)
-            self._tell_all(op="choice", key=self._choice.key, where=self._choice.where, aside=aside)
+        aside = agreement.choose(self._world)
+        if agreement.choice is not None:
+            self._tell_all(op="choice", key=agreement.choice.key, where=agreement.choice.where, aside=aside)
             return
-        problems = list(self._bad.values())
-        fresh = step is None and not problems and all(ask["fresh"] for ask in asks)
-        self._call_off()
-        if fresh:
+        self._agreement = Agreement()
+        if agreement.allows_fresh_start():
             self._begin_after((-1, -1))
+        problems, fresh = list(agreement.bad.values()), agreement.allows_fresh_start()
         self._tell_all(op="nothing", problems=problems, fresh=fresh, generation=self.generation)
+
+    def _hear_loaded(self, node: int, message: Message, now: float) -> None:
+        agreement, choice = self._agreement, self._agreement.choice
+        if choice is None:
+            return
+        agreement.loaded[node] = str(message["wrong"])
+        if agreement.late(self._seats):
+            return
+        wrong = next((text for text in agreement.loaded.values() if text), "")
+        if wrong:
+            agreement.bad[choice] = wrong
+            self._tell(_ME, op="bad", key=choice.key, where=choice.where, why=wrong)
+            self._choose()
+            return
+        self._agreement = Agreement()
+        self._begin_after(choice.key)
+        self._tell_all(op="go", key=choice.key, where=choice.where, generation=self.generation)
 
     def _begin_after(self, key: Key) -> None:
         """Begin a generation: everything newer than ``key`` is void."""
@@ -360,24 +363,6 @@ class Chair:
         for seat in self._seats.values():
             seat.held, seat.tried = {held for held in seat.held if held <= key}, 0
         self._decided = {known: verdict for known, verdict in self._decided.items() if known <= key}
-
-    def _hear_loaded(self, node: int, message: Message, now: float) -> None:
-        choice = self._choice
-        if choice is None:
-            return
-        self._seats[node].loaded = str(message["wrong"])
-        said = [seat.loaded for seat in self._seats.values()]
-        wrong = next((text for text in said if text), "")
-        if None in said:
-            return
-        if wrong:
-            self._bad[choice] = wrong
-            self._tell(_ME, op="bad", key=choice.key, where=choice.where, why=wrong)
-            self._choose()
-            return
-        self._call_off()
-        self._begin_after(choice.key)
-        self._tell_all(op="go", key=choice.key, where=choice.where, generation=self.generation)
 
 
 _HEARD = frozenset(name.removeprefix("_hear_") for name in vars(Chair) if name.startswith("_hear_"))

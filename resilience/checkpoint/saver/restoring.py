@@ -5,15 +5,17 @@
 3) ``loaded``   (every rank) it is good, or this is wrong with it
 4) ``go``       (chair, to all) everything newer is void; or back to 2) with the next one
 
-:class:`Round` collects what the ranks of one node say; the choosing, for all nodes, is :mod:`chair`'s. Pure.
+:class:`Round` collects what the ranks of one node say, :class:`Agreement` what all nodes say. Pure.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 Key = tuple[int, int]
+CHAIR = 0  # its node
 MEMORY, DISK = "memory", "disk"
 TRIES = 2  # a snapshot that so many restarts failed from is set aside
 
@@ -77,3 +79,55 @@ class Round:
         """Return what is wrong with what was loaded, by the word of the first rank that says so."""
         bad = {rank: text for rank, text in self.loaded.items() if text}
         return f"rank {min(bad)}: {bad[min(bad)]}" if bad else ""
+
+
+@dataclass
+class Agreement:
+    """One agreement of all nodes, as their chair keeps it."""
+
+    asks: dict[int, Mapping[str, Any]] = field(default_factory=dict)  # by node
+    loaded: dict[int, str] = field(default_factory=dict)  # by node: what was wrong, or ""
+    bad: dict[Candidate, str] = field(default_factory=dict)
+    choice: Candidate | None = None
+    deadline: float = 0.0
+
+    def ask(self, node: int, message: Mapping[str, Any], now: float) -> None:
+        """A node asks; the first one's patience counts."""
+        if not self.asks:
+            self.deadline = now + float(message["timeout"])
+        self.asks[node] = message
+
+    def late(self, nodes: Iterable[int]) -> list[int]:
+        """Return the nodes that are waited for."""
+        here = self.asks if self.choice is None else self.loaded
+        return [node for node in nodes if node not in here]
+
+    def differ(self) -> list[str]:
+        """Return the steps that are asked for, if they are not the same."""
+        wanted = {str(ask["step"]) for ask in self.asks.values()}
+        return sorted(wanted) if len(wanted) > 1 else []
+
+    def choose(self, world: int) -> list[Key]:
+        """Choose the next one to try; return what is passed over because restarts failed from it."""
+        in_memory = set.intersection(*({_key(item) for item in ask["memory"]} for ask in self.asks.values()))
+        chair = self.asks[CHAIR]  # its node alone looks at the disk
+        on_disk = {(generation, step): size for generation, step, size in chair["disk"]}
+        failed = {(generation, step): count for generation, step, count in chair["tries"]}
+        for key, size in on_disk.items():
+            if size != world:
+                self.bad[Candidate(key, DISK)] = (
+                    f"step {key[1]} was saved by {size} ranks, and here are {world}: other world sizes are not supported yet"
+                )
+        found = candidates(sorted(in_memory), sorted(on_disk))
+        self.loaded = {}
+        self.choice = pick(found, step=chair["step"], bad=self.bad, failed=failed)
+        return set_aside(found, self.choice, failed) if self.choice is not None else []
+
+    def allows_fresh_start(self) -> bool:
+        """Whether everybody would begin afresh where there is nothing."""
+        return not self.bad and all(ask["fresh"] and ask["step"] is None for ask in self.asks.values())
+
+
+def _key(item: Iterable[int]) -> Key:
+    generation, step = item
+    return int(generation), int(step)

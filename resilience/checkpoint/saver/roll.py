@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass
+from typing import Any
 
 from resilience.checkpoint import decisions
 from resilience.checkpoint.decisions import Key, RankView
-from resilience.checkpoint.ledger import L_GENERATION
+from resilience.checkpoint.ledger import L_ATTEMPT, L_COST, L_GENERATION, L_STAGE_FROM
 from resilience.checkpoint.saver.digests import Digests
 from resilience.checkpoint.saver.member import Member, Snapshot, view
 from resilience.checkpoint.slots import COMPLETE, PENDING, VOID
@@ -119,6 +120,19 @@ class Roll:
             and (self.members[rank].ledger.is_leased(seal) or (seal.on_disk and seal.decision == COMPLETE))
             for rank, seal in snapshot.seals.items()
         )
+
+    def pace(self) -> dict[str, Any]:
+        """Return how far the ranks are, and what their last snapshot cost them."""
+        words = [member.ledger.words for member in self.locals().values()]
+        return {
+            "step": max((word[L_ATTEMPT] for word in words), default=0),
+            "cost_s": max((word[L_COST] for word in words), default=0) / 1e9,
+        }
+
+    def arm(self, step: int) -> None:
+        """Have the ranks take a snapshot at this step, or at the next one that they save."""
+        for member in self.locals().values():
+            member.ledger.words[L_STAGE_FROM] = step + 1
 
     def void(self, key: Key) -> None:
         """Let the ranks know that a snapshot will never be whole."""
