@@ -88,9 +88,13 @@ def _timeouts(raw: Any) -> dict[str, float]:
 
 def _signal(raw: Any) -> signal.Signals:
     if isinstance(raw, int) or (isinstance(raw, str) and raw.isdigit()):
-        return signal.Signals(int(raw))
-    name = str(raw).strip().upper().removeprefix("SIGNALS.")
-    return signal.Signals[name if name.startswith("SIG") else f"SIG{name}"]
+        found = signal.Signals(int(raw))
+    else:
+        name = str(raw).strip().upper().removeprefix("SIGNALS.")
+        found = signal.Signals[name if name.startswith("SIG") else f"SIG{name}"]
+    if found.name in ("SIGSTOP", "SIGTSTP", "SIGCONT", "SIGCHLD", "SIGWINCH", "SIGURG"):
+        raise ValueError("it ends nothing")
+    return found
 
 
 def _switch(raw: Any) -> bool:
@@ -131,7 +135,7 @@ _WANTED = {
     "count": "a whole number from 1 to 900",
     "number": "a whole number from 0 up, or null for no limit",
     "policy": "any-failed or min-healthy",
-    "signal": "a signal's name or number",
+    "signal": "the name or number of a signal that ends a process",
     "switch": "true or false",
     "level": ", ".join(_LEVELS),
     "text": "text",

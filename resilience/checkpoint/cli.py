@@ -9,6 +9,7 @@ import argparse
 import json
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,7 +44,9 @@ def main(argv: list[str]) -> int:
         made.add_argument("--step", type=int, help="of this step (default: the newest; verify: all)")
         if name == "export":
             made.add_argument("target", type=Path, help="file or directory to write")
-            made.add_argument("--format", choices=["safetensors", "torch", "dcp"], default="safetensors")
+            made.add_argument(
+                "--format", choices=["safetensors", "torch", "dcp"], help="(default: by the target's name)"
+            )
             made.add_argument("--rank", type=int, default=0, help="whose own state to take (default: 0)")
     made = command("prune", "remove all but the newest checkpoints", prune)
     made.add_argument("--keep", type=int, required=True, help="how many stay")
@@ -104,12 +107,22 @@ def show(args: argparse.Namespace) -> int:
 
     values = open_disk(item.path, it, 0).values
     for name, value in values.items() if isinstance(values, dict) else [("state", values)]:
-        _say(f"  values of rank 0  {name}  {_shortened(json.dumps(value, default=plain, skipkeys=True))}")
+        text = json.dumps(_shortened(value), default=plain, skipkeys=True, ensure_ascii=False)
+        _say(f"  values of rank 0  {name}  {text}")
     return 0
 
 
-def _shortened(text: str, most: int = 400) -> str:
-    return text if len(text) <= most else f"{text[:most]} … ({len(text)} characters)"
+def _shortened(value: Any, most: int = 8) -> Any:
+    """Return a value without what nobody reads: the middle of long lists (random states, mostly) and texts."""
+    if isinstance(value, dict):
+        return {key: _shortened(item, most) for key, item in value.items()}
+    if isinstance(value, (list, tuple)) and len(value) > most:
+        return [*(_shortened(item, most) for item in value[: most - 1]), f"… {len(value)} in all"]
+    if isinstance(value, (list, tuple)):
+        return [_shortened(item, most) for item in value]
+    if isinstance(value, (str, bytes)) and len(value) > 200:
+        return f"{value[:200]!r} … {len(value)} in all"
+    return value
 
 
 def _head(path: Path, file: File) -> bytes:
@@ -165,6 +178,7 @@ def export(args: argparse.Namespace) -> int:
         raise CheckpointError(f"{args.target} exists already. Nothing was written.")
     if not 0 <= args.rank < item.manifest.world:
         raise CheckpointError(f"--rank={args.rank}: the checkpoint has ranks 0 to {item.manifest.world - 1}.")
+    args.format = args.format or _format_of(args.target)
     opened = open_disk(item.path, item.manifest, args.rank)
     writers = {"safetensors": _as_safetensors, "torch": _as_torch, "dcp": _as_dcp}
     writers[args.format](opened, args.target)
@@ -173,6 +187,21 @@ def export(args: argparse.Namespace) -> int:
         raise CheckpointError(f"{item.path.name} is damaged: {wrong}. Do not use {args.target}.")
     _say(f"step {item.manifest.step} of rank {args.rank} was written to {args.target} ({args.format}).")
     return 0
+
+
+def _format_of(target: Path) -> str:
+    """Return the form that a file's name stands for."""
+    known = {
+        ".safetensors": "safetensors",
+        ".pt": "torch",
+        ".pth": "torch",
+        ".bin": "torch",
+        ".ckpt": "torch",
+        "": "dcp",
+    }
+    if target.suffix not in known:
+        raise CheckpointError(f"{target}: in which form? Give --format=safetensors, torch or dcp. Nothing was written.")
+    return known[target.suffix]
 
 
 def _as_safetensors(opened: Opened, target: Path) -> None:
@@ -197,7 +226,9 @@ def _as_torch(opened: Opened, target: Path) -> None:
 def _as_dcp(opened: Opened, target: Path) -> None:
     from torch.distributed import checkpoint as dcp  # noqa: PLC0415
 
-    dcp.save(opened.source.tensors(), checkpoint_id=str(target), no_dist=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that it is one process: it is
+        dcp.save(opened.source.tensors(), checkpoint_id=str(target), no_dist=True)
 
 
 def prune(args: argparse.Namespace) -> int:

@@ -30,7 +30,9 @@ def pin(memory: mmap.mmap) -> None:
     address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
     error = int(torch.cuda.cudart().cudaHostRegister(address, len(memory), 0))
     if error:
-        _LOG.warning("a slot of %s bytes could not be pinned (CUDA error %s): copies will be slower.", len(memory), error)
+        _LOG.warning(
+            "a slot of %s bytes could not be pinned (CUDA error %s): copies will be slower.", len(memory), error
+        )
 
 
 def unpin(memory: mmap.mmap) -> None:

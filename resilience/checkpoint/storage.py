@@ -69,8 +69,14 @@ class Directory:
         """Make it ours until :meth:`close`, or raise :class:`DirectoryInUse`. Sweeps what an earlier job left half done."""
         if self._lock >= 0:
             return
-        make_folder(self.path)
-        fd = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            make_folder(self.path)
+            fd = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise CheckpointError(
+                f"{self.path} can't be used for checkpoints: {error.strerror} ({socket.gethostname()}). Nothing was written. "
+                "Give a directory that can be written to."
+            ) from error
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

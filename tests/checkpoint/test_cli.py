@@ -72,8 +72,7 @@ def test_export_in_three_forms_holds_the_same_tensors(
     assert torch.equal(load_file(tmp_path / "x.safetensors")["model.weight"], model.weight)
     assert main(["checkpoint", "export", str(home), str(tmp_path / "x.pt"), "--format", "torch"]) == 0
     assert torch.equal(torch.load(tmp_path / "x.pt")["model"]["bias"], model.bias)
-    with pytest.warns(UserWarning, match="single process"):
-        assert main(["checkpoint", "export", str(home), str(tmp_path / "dcp"), "--format", "dcp"]) == 0
+    assert main(["checkpoint", "export", str(home), str(tmp_path / "dcp"), "--format", "dcp"]) == 0
     state = {"model.weight": torch.zeros(2, 3)}
     with pytest.warns(UserWarning, match="single process"):
         dcp.load(state, checkpoint_id=str(tmp_path / "dcp"), no_dist=True)
@@ -88,3 +87,20 @@ def test_prune_keeps_the_newest(home: Path, capsys: pytest.CaptureFixture[str]) 
     assert sorted(path.name for path in home.glob("step-*")) == ["step-00000002"]
     assert main(["checkpoint", "prune", str(home), "--keep", "0"]) == 2
     assert "at least one stays" in capsys.readouterr().err
+
+
+def test_form_of_an_export_follows_from_the_name(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, form in (("a.pt", "torch"), ("a.safetensors", "safetensors"), ("folder", "dcp")):
+        assert main(["checkpoint", "export", str(home), str(tmp_path / name)]) == 0
+        assert f"({form})" in capsys.readouterr().out
+    assert main(["checkpoint", "export", str(home), str(tmp_path / "a.zip")]) == 2
+    assert "Give --format" in capsys.readouterr().err
+
+
+def test_show_leaves_out_what_nobody_reads(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["checkpoint", "show", str(home)]) == 0
+    out = capsys.readouterr().out
+    assert "… 625 in all" in out  # Python's random state
+    assert max(map(len, out.splitlines())) < 2000

@@ -550,3 +550,8 @@ def test_snapshots_by_the_clock_are_taken_now_and_then(home: Path, every: timede
         assert receipts[0].level is Level.SKIPPED
         assert "not due" in receipts[0].reason
         assert checkpoint.wait(kept[-1], Level.COMPLETE).level is Level.COMPLETE
+
+
+def test_directory_that_can_not_be_made_is_refused_in_words(saver_home: Path) -> None:
+    with pytest.raises(CheckpointError, match="/proc/nothing/here can't be used for checkpoints: No such file"):
+        FlashCheckpoint("/proc/nothing/here", model=nn.Linear(1, 1))
