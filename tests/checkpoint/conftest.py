@@ -22,8 +22,9 @@ def savers(folder: Path) -> list[int]:
 
 
 @pytest.fixture
-def saver_home(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def saver_home(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A temporary folder for sockets (short: their paths are limited); afterwards no saver may be left."""
+    tmp_path_factory.getbasetemp()  # before the folder for temporary files is another one
     folder = Path(tempfile.mkdtemp(prefix="ck-"))
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     for name in [name for name in os.environ if name.startswith(("RESILIENCE_", "TORCHELASTIC_"))]:
