@@ -304,6 +304,7 @@ class FlashCheckpoint:
         """Wait until a save (the newest, or that of ``step``) has come to ``level``; return its receipt, whatever it says then."""
         receipt = self._find(step)
         deadline = time.monotonic() + options.seconds(timeout)
+        self._attendant.hear()  # what has failed already need not fail a second time
         failures = self._attendant.failures  # before it is asked for: it may fail at once
         if level == Level.DURABLE and not self._want_on_disk(receipt):
             return receipt

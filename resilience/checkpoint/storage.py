@@ -6,7 +6,7 @@
     DIRECTORY/.lock                                  held while a job writes here
 
 A directory without a valid manifest is no checkpoint. What is being written stands in ``.partial-…`` and is swept by the next job.
-Writes are large, aligned and direct where the file system allows it, so that they leave the page cache to the data loaders.
+How bytes get into a file: :mod:`writing`.
 """
 
 from __future__ import annotations
@@ -21,15 +21,18 @@ import re
 import secrets
 import shutil
 import socket
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from resilience.checkpoint import digest, manifest
+from resilience.checkpoint import digest, manifest, writing
 from resilience.checkpoint.manifest import File, Manifest, ManifestError
 from resilience.checkpoint.schedule import Every
+from resilience.checkpoint.writing import Stopwatch, Writer
 from resilience.errors import CheckpointError
 
 _LOG = logging.getLogger("resilience.checkpoint")
@@ -62,6 +65,8 @@ class Directory:
         self.path = path
         self._lock = -1
         self._mark: Path | None = None
+        self._run = ""
+        self._at_work = threading.Lock()
 
     # -- one job at a time ------------------------------------------------------------------------------------------
 
@@ -85,7 +90,7 @@ class Directory:
             if error.errno not in (errno.EAGAIN, errno.EACCES):
                 raise
             raise _in_use(self.path, holder) from None
-        self._lock = fd
+        self._lock, self._run = fd, run
         self._sign({"run": run})
         for path in self.path.glob(f"{_PARTIAL}*"):
             path.unlink() if path.is_file() else shutil.rmtree(path, ignore_errors=True)
@@ -108,17 +113,24 @@ class Directory:
             with contextlib.suppress(OSError):
                 self._mark.unlink()
 
-    def say_leaving(self) -> None:
-        """Let whoever comes next know that it is worth waiting for us."""
+    def say_leaving(self, leaving: bool = True) -> None:
+        """Let whoever comes next know that it is worth waiting for us, or that it is not."""
         if self._lock >= 0:
-            self._sign({"leaving": True})
+            self._sign({"run": self._run, "leaving": leaving})
+
+    @contextlib.contextmanager
+    def at_work(self) -> Iterator[None]:
+        """Keep it ours until the block ends: another thread's :meth:`close` waits."""
+        with self._at_work:
+            yield
 
     def close(self) -> None:
-        """Let others write here."""
-        self._unmark()
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
+        """Let others write here, as soon as nobody is :meth:`at_work`."""
+        with self._at_work:
+            self._unmark()
+            if self._lock >= 0:
+                os.close(self._lock)
+                self._lock = -1
 
     # -- reading ----------------------------------------------------------------------------------------------------
 
@@ -246,76 +258,37 @@ def write_file(
     *,
     digests: Sequence[str] = (),
     progress: Callable[[int], None] = lambda nbytes: None,
+    clock: Stopwatch | None = None,
 ) -> File:
-    """Write a file: a header of whole blocks (or none), then data. It is on the disk when this returns.
+    """Write a file: a header of whole blocks (or none), then data. It is on the disk when this returns. Raises ``OSError``.
 
-    ``digests``: of the data's chunks, where they are known already.
+    Hazard: data is read twice, by the disk and for its digests; if it changes meanwhile the file is refused when it is read.
+
+    ``digests``: of the data's chunks, where they are known; else each piece's are computed in a thread while it is written.
+    ``progress``: called with the number of bytes of data in each piece that is written.
+    ``clock``: told the time for ``digest``, ``write`` and ``fsync``; of the first two only the longer one is waited for.
     """
+    clock = clock or Stopwatch()
     size = digest.chunk_size(len(data))
-    found = [digest.digest(head)] if head else []
-    writer = _Writer(path)
-    try:
-        if head:
-            writer.write_buffered(memoryview(head), 0)  # bytes stand at odd addresses, which direct writes refuse
-        for number, (start, end) in enumerate(digest.chunks(len(data), size)):
-            chunk = data[start:end]
-            found.append(digests[number] if digests else digest.digest(chunk))
-            writer.write(chunk, len(head) + start)
-            progress(len(chunk))
-        writer.finish(len(head) + len(data))
-    finally:
-        writer.close()
+
+    def digested(piece: memoryview) -> list[str]:
+        with clock("digest"):
+            return digest.digests(piece, size)
+
+    if not digests and len(data) <= size:
+        digests = digested(data)  # not worth a thread
+    found = [*([digest.digest(head)] if head else []), *digests]
+    with Writer(path) as writer, ThreadPoolExecutor(1, "resilience-digest") as beside:
+        writer.write_buffered(memoryview(head), 0)  # bytes stand at odd addresses, which direct writes refuse
+        for start, end in digest.chunks(len(data), size * max(1, writing.PIECE // size)):
+            pending = None if digests else beside.submit(digested, data[start:end])
+            with clock("write"):
+                writer.write(data[start:end], len(head) + start)
+            found += pending.result() if pending is not None else []
+            progress(end - start)
+        with clock("fsync"):
+            writer.finish(len(head) + len(data))
     return File(path.name, rank, len(head) + len(data), len(head), size, tuple(found))
-
-
-class _Writer:
-    """Writes direct where the file system takes it, else through the page cache. Every wait is the kernel's."""
-
-    def __init__(self, path: Path) -> None:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
-        self._buffered = os.open(path, flags, 0o600)
-        try:
-            self._direct = os.open(path, os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC)
-        except OSError:
-            self._direct = -1
-
-    def write(self, data: memoryview, at: int) -> None:
-        """Write ``data`` at an offset."""
-        whole = len(data) - len(data) % 4096 if at % 4096 == 0 else 0
-        if self._direct >= 0 and whole:
-            try:
-                done = _write_all(self._direct, data[:whole], at)
-            except OSError as error:
-                if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
-                    raise
-                os.close(self._direct)
-                self._direct, done = -1, 0
-            data, at = data[done:], at + done
-        self.write_buffered(data, at)
-
-    def write_buffered(self, data: memoryview, at: int) -> None:
-        """Write ``data`` at an offset through the page cache."""
-        _write_all(self._buffered, data, at)
-
-    def finish(self, total: int) -> None:
-        """Have everything on the disk, and the file as long as it should be."""
-        os.ftruncate(self._buffered, total)
-        os.fsync(self._buffered)
-
-    def close(self) -> None:
-        for fd in (self._buffered, self._direct):
-            if fd >= 0:
-                os.close(fd)
-
-
-def _write_all(fd: int, data: memoryview, at: int) -> int:
-    done = 0
-    while done < len(data):
-        wrote = os.pwrite(fd, data[done:], at + done)
-        if wrote == 0:
-            raise OSError(errno.ENOSPC, "the file system takes no more")
-        done += wrote
-    return done
 
 
 def make_folder(path: Path) -> None:

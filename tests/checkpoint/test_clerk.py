@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import queue
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from resilience.checkpoint import digest
+from resilience.checkpoint import digest, writing
 from resilience.checkpoint.arena import Slot
 from resilience.checkpoint.ledger import Ledger, Seal
 from resilience.checkpoint.saver.chair import Write
 from resilience.checkpoint.saver.clerk import Clerk, Part, Written, commit, digests_of, parts_of, persist, prune
-from resilience.checkpoint.storage import Directory
+from resilience.checkpoint.storage import Directory, DirectoryInUse
 from resilience.errors import CheckpointError
 
 DATA, HEADER, VALUES = b"d" * 10_000, b"h" * 4096, b"the values"
@@ -145,6 +149,80 @@ def test_clerk_survives_an_act_that_fails(
         clerk.write(part(directory, slot, seal), told)
         assert told.wait().why == ""
     assert "a slot that is closed" in caplog.text
+
+
+def test_progress_is_told_up_to_the_last_byte_of_all_ranks(
+    directory: Directory, slot: Slot, seal: Seal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(digest, "_CHUNK", 4096)
+    monkeypatch.setattr(writing, "PIECE", 4096)
+    seen: list[tuple[int, int]] = []
+    both = replace(part(directory, slot, seal), seals={0: seal, 1: seal}, slots={0: slot, 1: slot})
+    persist(replace(both, progress=lambda written, total: seen.append((written, total))))
+    of_one = [4096, 8192, len(DATA), len(DATA) + len(VALUES)]
+    assert [written for written, _ in seen] == [*of_one, *(of_one[-1] + written for written in of_one)]
+    assert {total for _, total in seen} == {2 * of_one[-1]}
+
+
+def test_what_a_save_spent_its_time_on_is_told_to_who_debugs(
+    directory: Directory, slot: Slot, seal: Seal, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.DEBUG, "resilience.saver"):
+        persist(part(directory, slot, seal))
+    (text,) = [record.getMessage() for record in caplog.records if record.levelno == logging.DEBUG]
+    assert text.startswith("step 7: ")
+    assert [word in text for word in ("digest ", "write ", "fsync ", "sync ")] == [True] * 4
+
+
+def test_failure_at_any_point_is_told_and_leaves_nothing_half_done(
+    directory: Directory, slot: Slot, seal: Seal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk fails at the first call, next time at the second, and so on until a save gets through."""
+    directory.path.mkdir(parents=True)
+    errors, left = list[str](), 0
+
+    def failing(real: Callable[..., Any]) -> Callable[..., Any]:
+        def act(*args: Any, **kwargs: Any) -> Any:
+            nonlocal left
+            left -= real is not os_open or bool(args[1] & os.O_CREAT)  # a refused direct one is no failure
+            if left == 0:
+                left = -1000
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return real(*args, **kwargs)
+
+        return act
+
+    os_open = os.open
+    while left <= 0:
+        left = len(errors) + 1
+        wanted = replace(seal, step=len(errors))
+        with monkeypatch.context() as patch:
+            for name in ("open", "pwrite", "ftruncate", "fsync"):
+                patch.setattr(os, name, failing(getattr(os, name)))
+            written = persist(part(directory, slot, wanted))
+            why = written.why or complete(directory, wanted, written)
+        if why:
+            directory.discard(f"{wanted.step}")  # as the chair would say
+        assert not list(directory.path.glob(".partial-*"))
+        if not why:
+            assert wanted.step in [item.manifest.step for item in directory.stored()]
+        errors += [why] if why else []
+    assert len(errors) >= 15  # open, cut, sync and what is written of three files; then folders
+    assert {text.rpartition(": ")[2] for text in errors} == {"Input/output error"}
+
+
+def test_directory_that_somebody_works_in_stays_ours_until_that_is_over(directory: Directory) -> None:
+    other = Directory(directory.path)
+    directory.claim("this-job")
+    with directory.at_work():
+        closing = threading.Thread(target=directory.close)
+        closing.start()
+        closing.join(0.05)
+        with pytest.raises(DirectoryInUse, match="this-job"):
+            other.claim("other")
+    closing.join(20)
+    other.claim("other")
+    other.close()
 
 
 def test_older_ones_that_can_not_be_removed_are_said_and_no_failure(

@@ -11,15 +11,17 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from resilience.checkpoint import digest, manifest, storage
+from resilience.checkpoint import digest, manifest, storage, writing
 from resilience.checkpoint.manifest import Manifest, ManifestError
 from resilience.checkpoint.storage import Directory, DirectoryInUse, Stored
+from resilience.checkpoint.writing import Stopwatch
 
 REPO = Path(storage.__file__).parents[2]
 BLOCK = 4096
@@ -58,7 +60,15 @@ def keys(found: list[Stored]) -> list[tuple[int, int]]:
 
 # -- files --------------------------------------------------------------------------------------------------------------
 
-EDGES = [0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 4 * BLOCK - 1, 4 * BLOCK, 4 * BLOCK + 1, 9 * BLOCK + 7]
+EDGES = [0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, *(n * BLOCK + more for n in (4, 8) for more in (-1, 0, 1))]
+EDGES += [9 * BLOCK + 7, 29 * BLOCK]
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of four blocks, and pieces of two chunks."""
+    monkeypatch.setattr(digest, "_CHUNK", 4 * BLOCK)
+    monkeypatch.setattr(writing, "PIECE", 8 * BLOCK)
 
 
 def check_file(path: Path, head: bytes, data: memoryview) -> None:
@@ -73,12 +83,12 @@ def check_file(path: Path, head: bytes, data: memoryview) -> None:
     assert storage.write_file(path, 3, head, data, digests=file.digests[len(of_head) :]) == file
 
 
+@pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("head", [0, BLOCK, 2 * BLOCK, 100])
 @pytest.mark.parametrize("nbytes", EDGES)
-def test_file_has_the_right_bytes_and_digests_around_blocks_and_chunks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nbytes: int, head: int
+def test_file_has_the_right_bytes_and_digests_around_blocks_chunks_and_pieces(
+    tmp_path: Path, nbytes: int, head: int
 ) -> None:
-    monkeypatch.setattr(digest, "_CHUNK", 4 * BLOCK)
     (tmp_path / "file").write_bytes(b"of an earlier try" * 10_000)
     check_file(tmp_path / "file", b"h" * head, memory(nbytes))
 
@@ -138,6 +148,70 @@ def test_data_behind_a_header_is_written_past_the_page_cache(tmp_path: Path, mon
     monkeypatch.setattr(os, "pwrite", pwrite)
     storage.write_file(tmp_path / "file", 0, b"h" * BLOCK, memory(9 * BLOCK + 7))
     assert direct == [(BLOCK, 9 * BLOCK)]
+
+
+@pytest.mark.parametrize("chunk", [2, 4, 16])
+def test_no_more_than_a_piece_is_under_way_at_once_and_progress_is_told_after_each_that_is_digested(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int
+) -> None:
+    monkeypatch.setattr(digest, "_CHUNK", chunk * BLOCK)
+    monkeypatch.setattr(writing, "PIECE", 8 * BLOCK)
+    real, sizes, seen = os.pwrite, [], list[int]()
+
+    def pwrite(fd: int, data: Any, at: int) -> int:
+        sizes.append(len(data))
+        return real(fd, data, at)
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    storage.write_file(tmp_path / "file", 0, b"", memory(33 * BLOCK), progress=seen.append)
+    assert sizes == [8 * BLOCK] * 4 + [BLOCK]
+    assert seen == [max(8, chunk) * BLOCK] * (32 // max(8, chunk)) + [BLOCK]
+
+
+@pytest.mark.usefixtures("small")
+def test_piece_is_digested_while_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each waits for the other: one after the other they would never get on."""
+    real_pwrite, real_digests, both = os.pwrite, digest.digests, threading.Barrier(2, timeout=20)
+
+    def pwrite(fd: int, data: Any, at: int) -> int:
+        both.wait()
+        return real_pwrite(fd, data, at)
+
+    def digests(data: memoryview, size: int) -> list[str]:
+        both.wait()
+        return real_digests(data, size)
+
+    data, clock = memory(32 * BLOCK), Stopwatch()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", pwrite)
+        patch.setattr(digest, "digests", digests)
+        file = storage.write_file(tmp_path / "file", 0, b"", data, clock=clock)
+    assert list(file.digests) == digest.digests(data, 4 * BLOCK)
+    assert {what for what, seconds in clock.seconds.items() if seconds > 0} == {"digest", "write", "fsync"}
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("culprit", ["pwrite", "digests"])
+def test_piece_that_can_not_be_written_or_digested_raises_that_and_leaves_no_descriptor_and_no_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, culprit: str
+) -> None:
+    module: Any = {"pwrite": os, "digests": digest}[culprit]
+    real, calls = getattr(module, culprit), []
+
+    def fail(*args: Any) -> Any:
+        calls.append(args)
+        if len(calls) == 3:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(*args)
+
+    before = sorted(Path("/proc/self/fd").iterdir())
+    with monkeypatch.context() as patch, pytest.raises(OSError) as caught:
+        patch.setattr(module, culprit, fail)
+        storage.write_file(tmp_path / "file", 0, b"", memory(32 * BLOCK))
+    assert caught.value.errno == errno.EIO
+    assert len(calls) == 3
+    assert sorted(Path("/proc/self/fd").iterdir()) == before
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("resilience-digest")]
 
 
 @pytest.mark.skipif(
@@ -238,6 +312,18 @@ def test_directory_is_let_go_by_closing_and_may_be_claimed_again(directory: Dire
     directory.claim("again")  # it is ours already
     directory.close()
     directory.close()
+    other.claim("other")
+    other.close()
+
+
+def test_directory_is_not_let_go_while_somebody_is_at_work(directory: Directory) -> None:
+    other, closing = Directory(directory.path), threading.Thread(target=directory.close)
+    with directory.at_work():
+        closing.start()
+        closing.join(0.05)
+        with pytest.raises(DirectoryInUse, match="this-test"):
+            other.claim("other")
+    closing.join(20)
     other.claim("other")
     other.close()
 

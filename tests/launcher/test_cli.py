@@ -132,7 +132,10 @@ def test_run_ends_with_2_for_every_kind_of_typo_and_starts_nothing(tmp_path: Pat
         ("fault_tolerance: {", "is not valid YAML"),
         ("fault_tolerance: {rank_heartbeat_timeout: soon}", "seconds, 'learned', or null"),
         ("fault_tolerance: {rank_heartbeat_timeout: true}", "not a number of seconds"),
-        ("fault_tolerance: {rank_termination_signal: SIGNOTHING}", "the name or number of a signal that ends a process"),
+        (
+            "fault_tolerance: {rank_termination_signal: SIGNOTHING}",
+            "the name or number of a signal that ends a process",
+        ),
         ("fault_tolerance: {capture_logs: maybe}", "true or false"),
         ("fault_tolerance: {learn_after: 1.5}", "a whole number"),
     ],

@@ -238,6 +238,7 @@ class Book:
             self.roll.arm(int(message["step"]))
         elif op == "done":
             self.done = True
+            self.directory.say_leaving()
             self._went_well()
         else:
             self._serve(self, message)
@@ -317,6 +318,12 @@ class Book:
         self.turn()
         self.council.say(**message)
         self.council.turn()
+
+    def reopen(self) -> None:
+        """A rank has come: whoever said that we are about to end was wrong."""
+        if self.done:
+            self.done = False
+            self.directory.say_leaving(False)
 
     def missing(self) -> int:
         """Return how many ranks are yet to come, as far as is known here."""

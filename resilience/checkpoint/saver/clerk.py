@@ -6,6 +6,7 @@ whether the seal is still the same.
 
 from __future__ import annotations
 
+import functools
 import logging
 import queue
 import socket
@@ -13,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from resilience.checkpoint import digest, manifest, storage
@@ -20,6 +22,7 @@ from resilience.checkpoint.arena import Slot
 from resilience.checkpoint.ledger import Seal
 from resilience.checkpoint.manifest import File, Manifest
 from resilience.checkpoint.saver.chair import Write
+from resilience.checkpoint.writing import Stopwatch
 from resilience.errors import CheckpointError
 
 _LOG = logging.getLogger("resilience.saver")
@@ -35,6 +38,7 @@ class Part:
     seals: Mapping[int, Seal]
     slots: Mapping[int, Slot]  # by rank: the slot that holds it
     known: Mapping[int, list[str]]  # digests
+    progress: Callable[[int, int], None] = lambda written, total: None  # bytes of tensors and values, piece by piece
 
 
 @dataclass(frozen=True)
@@ -87,18 +91,35 @@ class Clerk:
 def persist(part: Part) -> Written:
     """Write a node's part of a snapshot. Never raises: the training must hear of whatever went wrong."""
     try:
-        folder = part.directory.partial(part.folder)
-        shards, values = [], []
-        for rank, seal in sorted(part.seals.items()):
-            header, data, encoded = parts_of(part.slots[rank], seal)
-            name = folder / f"rank-{rank:05d}.safetensors"
-            known = part.known.get(rank, ())
-            shards.append(storage.write_file(name, rank, bytes(header), data, digests=known))
-            values.append(storage.write_file(folder / f"rank-{rank:05d}.values", rank, b"", encoded))
-        storage.sync(folder)
+        clock, folder = Stopwatch(), part.directory.partial(part.folder)
+        shards, values = _write_files(part, folder, clock)
+        with clock("sync"):
+            storage.sync(folder)
     except Exception as error:  # noqa: BLE001 - said above
+        part.directory.discard(part.folder)
         return Written(why=_could_not(part.key, part.directory, error))
-    return Written(tuple(shards), tuple(values))
+    spent = ", ".join(f"{what} {seconds:.3f} s" for what, seconds in clock.seconds.items())
+    _LOG.debug("step %s: %s (digests beside the writes).", part.key[1], spent)
+    return Written(shards, values)
+
+
+def _write_files(part: Part, folder: Path, clock: Stopwatch) -> tuple[tuple[File, ...], tuple[File, ...]]:
+    """Write tensors and values of all ranks, one after the other: at once they leave the disk no gap for a data loader."""
+    shards, values, written = [], [], 0
+    total = sum(seal.data + seal.values for seal in part.seals.values())
+
+    def progress(nbytes: int) -> None:
+        nonlocal written
+        written += nbytes
+        part.progress(written, total)
+
+    write = functools.partial(storage.write_file, progress=progress, clock=clock)
+    for rank, seal in sorted(part.seals.items()):
+        header, data, encoded = parts_of(part.slots[rank], seal)
+        known = part.known.get(rank, ())
+        shards.append(write(folder / f"rank-{rank:05d}.safetensors", rank, bytes(header), data, digests=known))
+        values.append(write(folder / f"rank-{rank:05d}.values", rank, b"", encoded))
+    return tuple(shards), tuple(values)
 
 
 def commit(directory: storage.Directory, folder: str, write: Write, facts: Mapping[str, Any]) -> str:

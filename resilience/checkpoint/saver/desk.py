@@ -182,3 +182,4 @@ class Desk:
     def _joined(self, caller: Caller, member: Member) -> None:
         assert caller.book is not None
         member.pid, member.cycle, member.said_bye, member.gone = caller.pid, caller.cycle, False, False
+        caller.book.reopen()

@@ -305,9 +305,10 @@ class Saver:
 
         def commit() -> None:
             why = clerk.commit(book.directory, message["folder"], message["write"], options.facts)
-            self._later(lambda: book.ask({"op": "committed", "folder": message["folder"], "why": why}))
-            if not why:
-                clerk.prune(book.directory, options.keep, options.keep_every)
+            with book.directory.at_work():  # whoever hears that it is done may close the directory
+                self._later(lambda: book.ask({"op": "committed", "folder": message["folder"], "why": why}))
+                if not why:
+                    clerk.prune(book.directory, options.keep, options.keep_every)
 
         self._clerk.do(commit)
 
