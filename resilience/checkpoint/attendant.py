@@ -78,7 +78,7 @@ class Attendant:
             return
         self._heard = self._words[L_FAILURES]
         try:
-            texts = self._link.ask({"op": "failures"}, timeout=5.0)[0]["failures"]
+            texts = self.ask({"op": "failures"}, timeout=5.0)["failures"]
         except LinkError as error:
             texts = [f"something went wrong, and the saver can't be asked what: {error}"]
         if not texts:

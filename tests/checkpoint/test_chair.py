@@ -30,16 +30,8 @@ class Table:
             self.join(node)
 
     def join(self, node: int, held: list[Key] | None = None, **more: Any) -> None:
-        message = {
-            "ranks": 2,
-            "generation": 4,
-            "again": False,
-            "newest": (0, -1),
-            "held": held or [],
-            "leased": [],
-            **more,
-        }
-        self.say(node, op="join", **message)
+        message = {"ranks": 2, "generation": 4, "again": False, "newest": (0, -1), "leased": [], **more}
+        self.say(node, op="join", **message, held=[(*key, 1) for key in held or []])
 
     def say(self, node: int, **message: Any) -> None:
         self.chair.hear(node, message, self.now)
@@ -56,9 +48,9 @@ class Table:
         self.told[node] = [message for message in self.told[node] if message["op"] != op]
         return found
 
-    def sealed(self, *nodes: int, step: int, want: bool = False, generation: int = 5) -> None:
+    def sealed(self, *nodes: int, step: int, want: bool = False, edition: int = 1) -> None:
         for node in nodes:
-            self.say(node, op="sealed", key=(generation, step), want=want)
+            self.say(node, op="sealed", key=(5, step), edition=edition, want=want)
 
     def written(self, *nodes: int, folder: str) -> None:
         for node in nodes:
@@ -234,12 +226,12 @@ def test_step_that_is_saved_again_while_it_is_written_is_written_again_after_it(
     table = Table(1)
     table.sealed(0, step=3, want=True)
     (first,) = table.take(0, "decided")
-    table.sealed(0, step=3, want=True)
+    table.sealed(0, step=3, want=True, edition=2)
     (second,) = table.take(0, "decided")
     assert (bool(first["folder"]), second["folder"]) == (True, "")
     table.written(0, folder=first["folder"])
     table.say(0, op="committed", folder=first["folder"], why="")
-    table.sealed(0, step=3, want=True)  # the book finds that what it wrote is not what is there
+    table.sealed(0, step=3, want=True, edition=3)  # the book finds that what it wrote is not what is there
     assert table.take(0, "decided")[0]["folder"]
 
 
@@ -271,7 +263,18 @@ def test_what_an_earlier_chair_was_about_to_write_is_written() -> None:
     table = Table(join=False)
     for node in table.nodes:
         table.join(node, held=[(5, 3)], leased=[(5, 3)], generation=5, again=True)
-    assert [message["key"] for message in table.take(2, "write")] == [(5, 3)]
+    assert [(message["key"], bool(message["folder"])) for message in table.take(2, "decided")] == [((5, 3), True)]
+
+
+def test_what_is_ordered_after_a_chairs_death_comes_before_what_would_let_go_of_it() -> None:
+    """Step 3 was wanted on disk and nobody was told yet that it is complete; step 4 moves W on, and 3 could be overwritten."""
+    table = Table(join=False)
+    for node in table.nodes:
+        table.join(node, held=[(5, 3), (5, 4)], leased=[(5, 3)], generation=5, again=True)
+    told = [(message["key"], bool(message["folder"])) for message in table.take(2, "decided")]
+    assert told == [((5, 3), True), ((5, 4), False)]
+    table.sealed(2, step=3, want=True)  # said again by a node that had not heard: it is the same one
+    assert [message["folder"] for message in table.take(2, "decided")] == [""]
 
 
 def test_everybody_is_let_go_when_the_last_node_says_bye_and_the_newest_is_on_its_way() -> None:
@@ -406,13 +409,13 @@ class Node:
                 "generation": 1,
                 "again": self.generation > 0,
                 "newest": self.newest(),
-                "held": self.held(),
+                "held": [(*key, 1) for key in self.held()],
                 "leased": [],
             }
         )
         for key in self.held():
             if key not in self.verdicts:
-                self.outbox.append({"op": "sealed", "key": key, "want": False})
+                self.outbox.append({"op": "sealed", "key": key, "edition": 1, "want": False})
         if self.step:
             self.outbox.append({"op": "tried", "step": self.step})
 
@@ -422,7 +425,7 @@ class Node:
         self.step += 1
         if takes:
             self.sealed.add(key)
-            self.outbox.append({"op": "sealed", "key": key, "want": False})
+            self.outbox.append({"op": "sealed", "key": key, "edition": 1, "want": False})
         else:
             self.outbox.append({"op": "tried", "step": self.step})
 

@@ -145,7 +145,7 @@ class Book:
             generation=self.generation,
             again=self._again,
             newest=self.roll.newest_complete(),
-            held=[snapshot.key for snapshot in held],
+            held=[(*snapshot.key, snapshot.edition()) for snapshot in held],
             leased=[snapshot.key for snapshot in held if self.roll.is_unfinished(snapshot)],
         )
         self._reported, self._signs, self._tried = {}, [], 0
@@ -204,7 +204,10 @@ class Book:
         if snapshot is not None and self._reported.get(key) != snapshot.serials():
             self._reported = {old: known for old, known in self._reported.items() if old >= (key[0] - 1, 0)}
             self._reported[key] = snapshot.serials()
-            self.council.say(op="sealed", key=key, want=any(seal.on_disk for seal in snapshot.seals.values()))
+            self._say_sealed(snapshot, any(seal.on_disk for seal in snapshot.seals.values()))
+
+    def _say_sealed(self, snapshot: Snapshot, want: bool) -> None:
+        self.council.say(op="sealed", key=snapshot.key, edition=snapshot.edition(), want=want)
 
     def _complete(self, key: Key, folder: str) -> None:
         """All ranks have it. What is to be written is leased before anybody is told: then it can't be overwritten."""
@@ -282,7 +285,7 @@ class Book:
                 member.ledger.release(seal)
         again = self.roll.snapshot(snapshot.key)
         if again is not None and became == "durable" and again.serials() != snapshot.serials():
-            self.council.say(op="sealed", key=snapshot.key, want=True)  # saved once more meanwhile
+            self._say_sealed(again, want=True)  # saved once more meanwhile
 
     def secure(self) -> None:
         """Have the newest complete snapshot on disk: a rank failed, or everybody leaves."""

@@ -46,7 +46,9 @@ class Seat:
 
     ranks: int
     again: bool  # it only lost its saver, or its line
-    held: set[Key]  # sealed by all of its ranks, and safe from being overwritten
+    held: dict[
+        Key, int
+    ]  # sealed by all of its ranks, safe from being overwritten; the edition grows if a step is saved again
     leased: set[Key]  # of these, what an earlier saver was writing
     at: int | None = None  # how far it is, if it was asked
     tried: int = 0  # all of its ranks are through with the steps below this
@@ -137,7 +139,8 @@ class Chair:
         if self._began and not message["again"]:
             return  # of a cycle that we have not heard of yet: rank 0 will come too, and then all join anew
         self._lost.pop(node, None)
-        held, leased = ({_key(item) for item in message[name]} for name in ("held", "leased"))
+        held = {_key(item[:2]): int(item[2]) for item in message["held"]}
+        leased = {_key(item) for item in message["leased"]}
         self._seats[node] = Seat(int(message["ranks"]), bool(message["again"]), held, leased)
         self.generation = max(self.generation, int(message["generation"]))
         self._floor = max(self._floor, _key(message["newest"]))
@@ -151,22 +154,26 @@ class Chair:
             self.generation += not all(seat.again for seat in self._seats.values())
             self._tell_all(op="begin", generation=self.generation)
         if self._began:
+            # What an earlier saver was about to write is ordered with its decision: a later one would let go of it.
+            unfinished = set().union(*(seat.leased for seat in self._seats.values()))
+            self._wanted |= {key[1] for key in unfinished - self._decided.keys()}
             self._decide_all(now)
-            for key in sorted(set().union(*(seat.leased for seat in self._seats.values()))):
-                self._write_now(key, now)  # an earlier saver was about to
+            for key in sorted(unfinished):
+                self._write_now(key, now)
 
     # -- what is decided --------------------------------------------------------------------------------------------
 
     def _hear_sealed(self, node: int, message: Message, now: float) -> None:
-        key = _key(message["key"])
-        self._seats[node].held.add(key)
-        if message["want"]:
-            self._wanted.add(key[1])
-        if self._decided.get(key) == COMPLETE:
+        key, edition, seat = _key(message["key"]), int(message["edition"]), self._seats[node]
+        again = edition > seat.held.get(key, edition)
+        seat.held[key] = edition
+        if again and self._decided.get(key) == COMPLETE:
             self._decided.pop(key)  # the same step was saved once more
             self._durable.discard(key)
-        if self._decided.get(key) == VOID:
-            self._tell(node, op="decided", key=key, verdict=VOID, folder="")
+        if message["want"] and key not in self._decided:
+            self._wanted.add(key[1])
+        if key in self._decided:
+            self._tell(node, op="decided", key=key, verdict=self._decided[key], folder="")
         elif self._began:
             self._decide(key, now)
         self._pass(node, key[1])
@@ -178,7 +185,7 @@ class Chair:
         """A node has nothing to come below a step: what others hold of it will never be whole."""
         self._seats[node].tried = step
         open_keys = set().union(*(seat.held for seat in self._seats.values())) - self._decided.keys()
-        for key in sorted(open_keys - self._seats[node].held):
+        for key in sorted(open_keys - self._seats[node].held.keys()):
             if key[0] == self.generation and key[1] < step:
                 self._void(key)
 
@@ -209,12 +216,13 @@ class Chair:
 
     def _note(self, key: Key, verdict: int) -> None:
         self._decided[key] = verdict
-        for old in sorted(self._decided)[:-_KEPT]:
-            del self._decided[old]
+        for known in (self._decided, *(seat.held for seat in self._seats.values())):
+            for old in sorted(known)[:-_KEPT]:
+                del known[old]
 
     def newest(self) -> Key | None:
         """Return the newest snapshot that all nodes hold."""
-        held = [seat.held for seat in self._seats.values()]
+        held = [set(seat.held) for seat in self._seats.values()]
         common = set.intersection(*held) if held and self._began else set()
         return max((key for key in common if self._decided.get(key) != VOID), default=None)
 
@@ -361,7 +369,7 @@ class Chair:
         self.generation += 1
         self._floor, self._wanted = key, set()
         for seat in self._seats.values():
-            seat.held, seat.tried = {held for held in seat.held if held <= key}, 0
+            seat.held, seat.tried = {held: edition for held, edition in seat.held.items() if held <= key}, 0
         self._decided = {known: verdict for known, verdict in self._decided.items() if known <= key}
 
 

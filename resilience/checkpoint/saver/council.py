@@ -121,7 +121,7 @@ class Council:
             node, message = self._said.popleft()
             try:
                 self.chair.hear(node, message, now)
-            except (KeyError, TypeError, ValueError) as error:  # another version at the other end, or worse
+            except (LookupError, TypeError, ValueError) as error:  # another version at the other end, or worse
                 _LOG.warning("what the node with rank %s says makes no sense: %s (%s)", node, message.get("op"), error)
             return True
         if self.chair is not None and self.chair.out:

@@ -133,7 +133,7 @@ class Desk:
         book = caller.book = self._saver.book(str(message["directory"]), caller.options, claim=cycle.first == 0)
         book.begin(cycle, rank, caller.pid, int(message["generation"]))
         self._saver.watch(caller.pid, book, rank)
-        caller.heard_failures = len(book.failures)
+        caller.heard_failures = 0 if message["generation"] else len(book.failures)  # it lost the saver that it had
         member = book.roll.members.get(rank)
         usable = member is not None and member.ledger.number == int(message["slots"])
         begun = book.generation if book.begun else 0

@@ -67,3 +67,7 @@ class Snapshot:
     def serials(self) -> dict[int, int]:
         """Return the serial of each rank's seal."""
         return {rank: seal.serial for rank, seal in self.seals.items()}
+
+    def edition(self) -> int:
+        """Return a number that grows whenever a rank saves the same step once more."""
+        return sum(seal.serial for seal in self.seals.values())

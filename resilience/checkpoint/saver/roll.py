@@ -116,8 +116,7 @@ class Roll:
     def is_unfinished(self, snapshot: Snapshot) -> bool:
         """Whether an earlier saver was writing it, or was still to."""
         return any(
-            not seal.is_durable
-            and (self.members[rank].ledger.is_leased(seal) or (seal.on_disk and seal.decision == COMPLETE))
+            not seal.is_durable and (self.members[rank].ledger.is_leased(seal) or seal.on_disk)
             for rank, seal in snapshot.seals.items()
         )
 
