@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from resilience.checkpoint import encoding, memory, options, plan, slots, storage
+from resilience.checkpoint import encoding, memory, options, plan, progress, slots, storage
 from resilience.checkpoint.arena import Slot
 from resilience.checkpoint.assembly import assemble
 from resilience.checkpoint.attendant import Attendant
@@ -341,7 +341,10 @@ class FlashCheckpoint:
             if self._newest is not None and self._newest.level in (Level.SKIPPED, Level.FAILED):
                 _LOG.warning("the last save is not kept: %r. save(step, wait=60) waits for room.", self._newest)
             if self._kept is not None and self._kept.level is not Level.FAILED:
-                self._await_end(self._kept, time.monotonic() + options.seconds(timeout))
+                with progress.shown(
+                    f"writing step {self._kept.step}", self._stager.written, shows=self._place.rank == 0
+                ):
+                    self._await_end(self._kept, time.monotonic() + options.seconds(timeout))
         finally:
             self._link.close()
             self._stager.close()

@@ -6,7 +6,8 @@ The rank and its saver share it; every word has one writer (R or S), as in the r
     4 generation (R)       5 cycle (R)             6 W: serial of the newest COMPLETE seal (S)
     7 serial of the newest DURABLE seal (S)        8 saver's last sign of life, CLOCK_MONOTONIC ns (S)
     9 failures so far (S)  10 newest attempt: step + 1 (R)  11 serial of the last seal given (R)
-    12 take a snapshot from this step + 1 on (S; 0: no wish)  13 pid of the rank (R)  14 ns that the last one took (R)
+    12 take a snapshot from this step + 1 on (S; 0: no wish)                 13 pid of the rank (R)
+    14 ns that the last snapshot took (R)          15 so much of what is being written is on disk, per mille (S)
     16- rows of 16 words, one per slot:
         0 serial (R; 0: unsealed)     1 generation (R)      2 step (R)            3 plan (R)
         4 world (R)                   5 data bytes (R)      6 header at (R)       7 header bytes (R)
@@ -35,7 +36,7 @@ MAGIC = int.from_bytes(b"RSLLEDG1", "little")
 NBYTES = mmap.PAGESIZE
 MAX_SLOTS = 16
 (L_MAGIC, L_SLOTS, L_RANK, L_WORLD, L_GENERATION, L_CYCLE, L_COMPLETE, L_DURABLE, L_ALIVE, L_FAILURES) = range(10)
-L_ATTEMPT, L_SERIAL, L_STAGE_FROM, L_PID, L_COST = range(10, 15)
+L_ATTEMPT, L_SERIAL, L_STAGE_FROM, L_PID, L_COST, L_WRITTEN = range(10, 16)
 _ROWS = 16
 _ROW = 16
 (S_SERIAL, S_GENERATION, S_STEP, S_PLAN, S_WORLD, S_DATA, S_HEADER_AT, S_HEADER, S_VALUES_AT, S_VALUES) = range(10)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 
-from resilience.checkpoint import plan, slots
+from resilience.checkpoint import cuda, plan, slots
 from resilience.checkpoint.arena import Slot
 from resilience.checkpoint.ledger import (
     L_ATTEMPT,
@@ -22,6 +22,7 @@ from resilience.checkpoint.ledger import (
     L_RANK,
     L_STAGE_FROM,
     L_WORLD,
+    L_WRITTEN,
     Ledger,
     fence,
 )
@@ -62,6 +63,8 @@ class Stager:
         self._skipped = 0
         self._served = ledger.words[L_STAGE_FROM]
         self._quiet_until = 0.0
+        for slot in held if cuda.is_used() else ():
+            cuda.pin(slot.map)
         words = ledger.words
         words[L_RANK], words[L_WORLD], words[L_CYCLE], words[L_PID] = place.rank, place.world, place.cycle, os.getpid()
         self.begin(generation)
@@ -134,6 +137,10 @@ class Stager:
         receipt = self.receipts[index] = Receipt(step, lambda: self._standing(index, serial))
         return receipt
 
+    def written(self) -> float:
+        """Return how much of what is being written to disk is."""
+        return self.ledger.words[L_WRITTEN] / 1000
+
     def is_armed(self, step: int) -> bool:
         """Whether it is time for a snapshot, by the saver's clock: once for every time that it says so."""
         armed = self.ledger.words[L_STAGE_FROM]
@@ -153,6 +160,8 @@ class Stager:
         for receipt in self.receipts.values():
             receipt.settle()
         self._targets.clear()
+        for slot in self._slots if cuda.is_used() else ():
+            cuda.unpin(slot.map)
         self.ledger.close()
         for slot in self._slots:
             slot.close()
@@ -168,7 +177,11 @@ class Stager:
         if slot.nbytes < nbytes:
             self._targets.pop(index, None)
             self._headers.pop(index, None)
+            if cuda.is_used():
+                cuda.unpin(slot.map)
             slot.grow(nbytes)
+            if cuda.is_used():
+                cuda.pin(slot.map)
             gigabytes = slot.nbytes / 1e9
             _LOG.warning("the state has grown: slot %s has %.2f GB now (rank %s).", index, gigabytes, self._place.rank)
         if self._headers.get(index) != made.id:
@@ -199,4 +212,4 @@ def copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     """Copy all tensors in one call; returns when the bytes are there."""
     if targets:
         with torch.no_grad():
-            torch._foreach_copy_(targets, sources)
+            (cuda.copy if cuda.is_used() else torch._foreach_copy_)(targets, sources)

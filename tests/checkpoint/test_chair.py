@@ -48,9 +48,9 @@ class Table:
         self.told[node] = [message for message in self.told[node] if message["op"] != op]
         return found
 
-    def sealed(self, *nodes: int, step: int, want: bool = False, edition: int = 1) -> None:
+    def sealed(self, *nodes: int, step: int, want: bool = False, edition: int = 1, anew: bool = False) -> None:
         for node in nodes:
-            self.say(node, op="sealed", key=(5, step), edition=edition, want=want)
+            self.say(node, op="sealed", key=(5, step), edition=edition, want=want, anew=anew)
 
     def written(self, *nodes: int, folder: str) -> None:
         for node in nodes:
@@ -231,7 +231,7 @@ def test_step_that_is_saved_again_while_it_is_written_is_written_again_after_it(
     assert (bool(first["folder"]), second["folder"]) == (True, "")
     table.written(0, folder=first["folder"])
     table.say(0, op="committed", folder=first["folder"], why="")
-    table.sealed(0, step=3, want=True, edition=3)  # the book finds that what it wrote is not what is there
+    table.sealed(0, step=3, want=True, edition=2, anew=True)  # the book finds that what it wrote is not what is there
     assert table.take(0, "decided")[0]["folder"]
 
 
@@ -415,7 +415,7 @@ class Node:
         )
         for key in self.held():
             if key not in self.verdicts:
-                self.outbox.append({"op": "sealed", "key": key, "edition": 1, "want": False})
+                self.outbox.append({"op": "sealed", "key": key, "edition": 1, "want": False, "anew": False})
         if self.step:
             self.outbox.append({"op": "tried", "step": self.step})
 
@@ -425,7 +425,7 @@ class Node:
         self.step += 1
         if takes:
             self.sealed.add(key)
-            self.outbox.append({"op": "sealed", "key": key, "edition": 1, "want": False})
+            self.outbox.append({"op": "sealed", "key": key, "edition": 1, "want": False, "anew": False})
         else:
             self.outbox.append({"op": "tried", "step": self.step})
 

@@ -109,6 +109,7 @@ def kill(*pids: int) -> None:
             os.kill(pid, number)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("chair", [True, False], ids=["of rank 0", "of the other node"])
 def test_saver_that_is_killed_is_replaced_and_the_nodes_go_on_deciding_together(tmp_path: Path, chair: bool) -> None:
     with two_nodes(tmp_path, TWO, [SNAPSHOTS, str(tmp_path / "ck"), "300", "64"], DISK_EVERY="7", DT="0.03") as it:
@@ -124,6 +125,7 @@ def test_saver_that_is_killed_is_replaced_and_the_nodes_go_on_deciding_together(
         assert Directory(tmp_path / "ck").stored()[0].manifest.step == 299
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("chair", [True, False], ids=["of rank 0", "of the other node"])
 def test_rank_and_saver_killed_together_cost_no_step_that_was_complete(tmp_path: Path, chair: bool) -> None:
     with two_nodes(tmp_path, TWO, [SNAPSHOTS, str(tmp_path / "ck"), "150", "64"], DISK_EVERY="1000", DT="0.02") as it:
@@ -167,6 +169,7 @@ def test_directory_that_is_not_shared_is_refused_in_words(tmp_path: Path) -> Non
         assert "need a directory that all of them share" in it.logs()
 
 
+@pytest.mark.long
 def test_plain_torchrun_on_two_nodes_gives_the_same_and_leaves_no_saver(
     tmp_path: Path, undisturbed: dict[int, str]
 ) -> None:

@@ -206,14 +206,14 @@ class Book:
             self._reported[key] = snapshot.serials()
             self._say_sealed(snapshot, any(seal.on_disk for seal in snapshot.seals.values()))
 
-    def _say_sealed(self, snapshot: Snapshot, want: bool) -> None:
-        self.council.say(op="sealed", key=snapshot.key, edition=snapshot.edition(), want=want)
+    def _say_sealed(self, snapshot: Snapshot, want: bool, anew: bool = False) -> None:
+        self.council.say(op="sealed", key=snapshot.key, edition=snapshot.edition(), want=want, anew=anew)
 
     def _complete(self, key: Key, folder: str) -> None:
         """All ranks have it. What is to be written is leased before anybody is told: then it can't be overwritten."""
         if folder:
             self._order(key, folder)
-        self.roll.complete(key)
+        self.roll.complete(key, self._reported.get(key))
         if key[0] == self.generation:
             self._went_well()
 
@@ -285,7 +285,7 @@ class Book:
                 member.ledger.release(seal)
         again = self.roll.snapshot(snapshot.key)
         if again is not None and became == "durable" and again.serials() != snapshot.serials():
-            self._say_sealed(again, want=True)  # saved once more meanwhile
+            self._say_sealed(again, want=True, anew=True)  # saved once more meanwhile
 
     def secure(self) -> None:
         """Have the newest complete snapshot on disk: a rank failed, or everybody leaves."""

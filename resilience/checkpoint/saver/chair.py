@@ -165,7 +165,7 @@ class Chair:
 
     def _hear_sealed(self, node: int, message: Message, now: float) -> None:
         key, edition, seat = _key(message["key"]), int(message["edition"]), self._seats[node]
-        again = edition > seat.held.get(key, edition)
+        again = message["anew"] or edition > seat.held.get(key, edition)
         seat.held[key] = edition
         if again and self._decided.get(key) == COMPLETE:
             self._decided.pop(key)  # the same step was saved once more

@@ -273,14 +273,9 @@ class Saver:
 
     def _write(self, book: Book, snapshot: Snapshot, folder: str) -> None:
         """Have the clerk write this node's part of a snapshot."""
-        part = clerk.Part(
-            book.directory,
-            folder,
-            snapshot.key,
-            snapshot.seals,
-            slots_of(book, snapshot),
-            book.roll.digests.known(snapshot),
-        )
+        slots, known = slots_of(book, snapshot), book.roll.digests.known(snapshot)
+        show = book.roll.show_written
+        part = clerk.Part(book.directory, folder, snapshot.key, snapshot.seals, slots, known, show)
 
         def written(result: clerk.Written) -> None:
             def note() -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from resilience.checkpoint import decisions
 from resilience.checkpoint.decisions import Key, RankView
-from resilience.checkpoint.ledger import L_ATTEMPT, L_COST, L_GENERATION, L_STAGE_FROM
+from resilience.checkpoint.ledger import L_ATTEMPT, L_COST, L_GENERATION, L_STAGE_FROM, L_WRITTEN
 from resilience.checkpoint.saver.digests import Digests
 from resilience.checkpoint.saver.member import Member, Snapshot, view
 from resilience.checkpoint.slots import COMPLETE, PENDING, VOID
@@ -133,6 +134,12 @@ class Roll:
         for member in self.locals().values():
             member.ledger.words[L_STAGE_FROM] = step + 1
 
+    def show_written(self, written: int, total: int) -> None:
+        """Let the ranks know how much of a snapshot is written. Called by the clerk's thread: a ledger may be gone by now."""
+        with contextlib.suppress(ValueError, RuntimeError):
+            for member in self.members.values():
+                member.ledger.words[L_WRITTEN] = 1000 * written // max(total, 1)
+
     def void(self, key: Key) -> None:
         """Let the ranks know that a snapshot will never be whole."""
         for member in self.locals().values():
@@ -140,11 +147,12 @@ class Roll:
             if seal is not None and seal.decision == PENDING:
                 member.ledger.decide(seal, VOID)
 
-    def complete(self, key: Key) -> None:
-        """Let the ranks know that all have a snapshot."""
+    def complete(self, key: Key, serials: Mapping[int, int] | None) -> None:
+        """Let the ranks know that all have a snapshot: the seals that it was decided about, not later ones of the same step."""
         snapshot = self.snapshot(key)
         for rank, seal in snapshot.seals.items() if snapshot is not None else ():
-            self.members[rank].ledger.decide(seal, COMPLETE)
+            if serials is None or serials[rank] == seal.serial:
+                self.members[rank].ledger.decide(seal, COMPLETE)
 
     def newest_complete(self) -> Key:
         """Return the newest snapshot of which a rank here was told that all have it."""
