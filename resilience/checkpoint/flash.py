@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from resilience.checkpoint import encoding, memory, options, plan, progress, slots, storage
+from resilience.checkpoint import encoding, garbage, memory, options, plan, progress, slots, storage
 from resilience.checkpoint.arena import Slot
 from resilience.checkpoint.assembly import assemble
 from resilience.checkpoint.attendant import Attendant
@@ -177,6 +177,7 @@ class FlashCheckpoint:
     def save_state(self, step: int, state: Any, *, disk: bool | None = None, wait: float | timedelta = 0.0) -> Receipt:
         """Take a snapshot of any nested state of tensors and plain values, as one would give it to ``torch.save``."""
 
+        @garbage.left_alone()
         def collect() -> tuple[Collected, bytes]:
             collector = Collector()
             return collector.found, encoding.encode({"state": state}, "state", _Rooted(collector).keep)
@@ -216,14 +217,15 @@ class FlashCheckpoint:
         self._link.nudge()
         time.sleep(0.002)
 
+    @garbage.left_alone()
     def _collect(self) -> tuple[Collected, bytes]:
         """Return the tensors of the state now, and everything else as bytes."""
         collector = Collector()
-        shaped: dict[str, Any] = {}
+        values = []
         for part in self._parts:
             collector.owner = part.owner
-            shaped[part.name] = encoding.shaped(part.state(), part.name, collector.keep)
-        return collector.found, encoding.pack(shaped)
+            values.append((encoding.pack(part.name), encoding.encode(part.state(), part.name, collector.keep)))
+        return collector.found, encoding.as_map(values)
 
     # -- restoring --------------------------------------------------------------------------------------------------
 

@@ -9,10 +9,8 @@ NAME.PART for each), ``["codec", codec, value]``.
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import groupby
@@ -21,8 +19,9 @@ from typing import Any
 import numpy
 import torch
 
-from resilience.checkpoint import encoding, shards
-from resilience.checkpoint.encoding import EncodingError, Ext, pack
+from resilience.checkpoint import encoding, garbage, shards
+from resilience.checkpoint.decoding import dtype_named
+from resilience.checkpoint.encoding import EncodingError, pack
 from resilience.checkpoint.shards import Piece
 
 NAMES = {
@@ -47,7 +46,7 @@ NAMES = {
 }
 DTYPES = {name: dtype for dtype, name in NAMES.items()}
 _PAIRS = {torch.complex128: "complex128", torch.complex32: "complex32"}
-_PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
 _STRIDED = torch.strided
 _PLAIN_ARRAYS = (numpy.ndarray, numpy.memmap)  # others, masked ones for instance, are more than their numbers
 
@@ -72,22 +71,26 @@ class Collector:
     def __init__(self) -> None:
         self.found = Collected()
         self.owner: Callable[[torch.Tensor], int] = lambda tensor: OWN
-        self._places: dict[int, tuple[Any, Any]] = {}  # by id: what stands for it, and the tensor, which keeps the id
+        self._places: dict[int, bytes] = {}  # by id: what stands for it
+        self._held: list[Any] = []  # whose id that is: as long as they are here nothing else has it
         self._taken = {"__metadata__": 1}  # names; how often each was asked for
 
-    def keep(self, node: Any, path: str) -> Any | None:
+    def keep(self, node: Any, path: str) -> bytes | None:
         """Take a tensor or an array; return what stands for it in the values."""
-        known = self._places.get(id(node))
-        if known is not None:
-            return known[0]
-        if isinstance(node, torch.Tensor):
-            kept = self._tensor(node, path)
+        kept = self._places.get(id(node))
+        if kept is not None:
+            return kept
+        if type(node) in PLAIN_TENSORS and _is_plain(node):  # nearly always, and there may be very many
+            kept = self._plain(node, path, self.owner(node))
+        elif isinstance(node, torch.Tensor):
+            kept = self._tensor(node, path, self.owner(node))
         elif type(node) in _PLAIN_ARRAYS and node.dtype.kind in "biufc" and node.dtype.isnative:
             kept = self._array(node, path)
         else:
             return None
         if kept is not None:
-            self._places[id(node)] = (kept, node)
+            self._places[id(node)] = kept
+            self._held.append(node)
         return kept
 
     def _name(self, path: str, parts: Sequence[str] = ("",)) -> str:
@@ -107,23 +110,25 @@ class Collector:
         self.found.tensors.append(tensor)
         self.found.owners.append(owner)
 
-    def _tensor(self, tensor: torch.Tensor, path: str) -> Any:
-        owner = self.owner(tensor)
-        if type(tensor) not in _PLAIN_TENSORS:
+    def _plain(self, tensor: torch.Tensor, path: str, owner: int) -> bytes:
+        name = self._name(path)
+        self._add(tensor, name, owner)
+        return _reference(name)
+
+    def _tensor(self, tensor: torch.Tensor, path: str, owner: int) -> bytes:
+        if type(tensor) not in PLAIN_TENSORS:
             _refuse_what_is_elsewhere(tensor, path)
             if hasattr(tensor, "__tensor_flatten__"):
                 return self._subclass(tensor, path, owner)
             tensor = tensor.as_subclass(torch.Tensor)  # a tensor with another name: its bytes are all there is
         if _is_plain(tensor):
-            name = self._name(path)
-            self._add(tensor, name, owner)
-            return _reference(name)
+            return self._plain(tensor, path, owner)
         stored, form = _in_form(tensor.detach(), path)
         name = self._name(path)
         self._add(stored, name, owner)
-        return Ext(encoding.TENSOR_FORM, pack([name, *form]))
+        return encoding.ext(encoding.TENSOR_FORM, pack([name, *form]))
 
-    def _subclass(self, tensor: torch.Tensor, path: str, owner: int) -> Any:
+    def _subclass(self, tensor: torch.Tensor, path: str, owner: int) -> bytes:
         if tensor.is_nested:
             raise EncodingError(
                 f"{path}: a tensor of nested tensors can't be kept; nothing was saved. Leave it out of the state."
@@ -136,26 +141,25 @@ class Collector:
                     f"{path}{part}: a tensor of {inner.dtype} and {inner.layout} inside a {class_name(tensor)} can't be kept; "
                     "nothing was saved. Say how with resilience.checkpoint.encoding.register_codec."
                 )
-        context = encoding.shaped(tensor.__tensor_flatten__()[1], f"{path}.<context>", lambda node, path: None)
+        context = encoding.encode(tensor.__tensor_flatten__()[1], f"{path}.<context>")
         name = self._name(path, [part for part, _ in parts])
         for part, inner in parts:
             self._add(inner, f"{name}{part}", owner)
-        return Ext(
-            encoding.TENSOR_FORM, pack([name, "subclass", class_name(tensor), [part for part, _ in parts], context])
-        )
+        form = [name, "subclass", class_name(tensor), [part for part, _ in parts]]
+        return encoding.ext(encoding.TENSOR_FORM, encoding.as_list([*map(pack, form), context]))
 
-    def _array(self, array: Any, path: str) -> Any | None:
+    def _array(self, array: Any, path: str) -> bytes | None:
         tensor = _from_numpy(array)
         if tensor is None or tensor.dtype not in NAMES:
             return None
         name = self._name(path)
         self._add(tensor, name, self.owner(tensor))
-        return Ext(encoding.TENSOR_FORM, pack([name, "numpy"]))
+        return encoding.ext(encoding.TENSOR_FORM, pack([name, "numpy"]))
 
 
 @lru_cache(1 << 16)  # the same names in every save
-def _reference(name: str) -> Any:
-    return Ext(encoding.TENSOR, name.encode())
+def _reference(name: str) -> bytes:
+    return encoding.ext(encoding.TENSOR, name.encode())
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
@@ -170,7 +174,7 @@ def class_name(tensor: torch.Tensor) -> str:
 
 def parts_of(tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
     """Return the tensors with bytes that a tensor is made of, and what follows its name in theirs."""
-    if type(tensor) in _PLAIN_TENSORS or not hasattr(tensor, "__tensor_flatten__"):
+    if type(tensor) in PLAIN_TENSORS or not hasattr(tensor, "__tensor_flatten__"):
         return [("", tensor)]
     inner = tensor.__tensor_flatten__()[0]
     return [(f".{name}{rest}", part) for name in inner for rest, part in parts_of(getattr(tensor, name))]
@@ -282,19 +286,7 @@ def view_of(memory: torch.Tensor, piece: Piece) -> torch.Tensor:
     return raw.view(DTYPES[piece.dtype]).view(piece.shape)
 
 
-@contextlib.contextmanager
-def _without_collector() -> Iterator[None]:
-    """Keep the garbage collector out: very many small objects that all stay would set it off again and again."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
-
-
-@_without_collector()
+@garbage.left_alone()
 def make_plan(state: Collected, local_rank: int, local_world: int) -> Plan:
     """Make the plan for a state: shared tensors are divided over the ranks of the node."""
     shared = [index for index, owner in enumerate(state.owners) if owner == SHARED]
@@ -338,8 +330,8 @@ def whole_tensor(tensor: torch.Tensor, form: Sequence[Any]) -> Any:
             and NAMES[tensor.dtype] == {"complex128": "F64", "complex32": "F16"}[kind]
         ):
             return torch.view_as_complex(tensor)
-        if kind == "bits" and tensor.dtype == torch.uint8 and encoding.dtype_named(form[1]).itemsize == 1:
-            return tensor.view(encoding.dtype_named(form[1]))
+        if kind == "bits" and tensor.dtype == torch.uint8 and dtype_named(form[1]).itemsize == 1:
+            return tensor.view(dtype_named(form[1]))
         if kind == "quantized":
             return torch._make_per_tensor_quantized_tensor(tensor, float(form[2]), int(form[3]))
     except (RuntimeError, TypeError, ValueError, IndexError) as error:

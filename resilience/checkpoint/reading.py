@@ -9,7 +9,7 @@ import argparse
 import mmap
 import os
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 
-from resilience.checkpoint import digest, encoding, plan, shards
+from resilience.checkpoint import decoding, digest, plan, shards
 from resilience.checkpoint.manifest import File, Manifest
 from resilience.checkpoint.shards import Piece
 from resilience.errors import CheckpointError
 
-_THREADS = 4
+_THREADS = 4  # at most for memory, whatever the cores; for files always: they wait for the disk
 _LEAVES = frozenset({str, int, float, bool, type(None), bytes})
 
 
@@ -94,7 +94,10 @@ class Source:
 
     def _all_of(self, name: str) -> list[tuple[torch.Tensor, Piece]]:
         """Return the pieces of a tensor in order, if every row is there once."""
-        found = sorted(self._of(name), key=lambda item: (item[1].first_row, item[1].shape[:1]))
+        found = self._of(name)
+        if len(found) == 1 and found[0][1].is_whole:  # nearly always, and there may be very many
+            return found
+        found = sorted(found, key=lambda item: (item[1].first_row, item[1].shape[:1]))
         first, rows = found[0][1], 0
         for _, piece in found:
             if (piece.whole, piece.dtype) != (first.whole, first.dtype):
@@ -130,9 +133,16 @@ class Source:
         """Return every tensor of the snapshot, whole, in memory of its own."""
         return {name: self.fresh(Ref(name)) for name in sorted(self._pieces)}
 
-    def fresh(self, tree: Any) -> Any:
-        """Return a tree with tensors of its own in place of every :class:`Ref`: one for each name, however often it is there."""
-        return self._fresh(tree, {})
+    def fresh(self, tree: Any, rooms: Mapping[str, torch.Tensor] | None = None) -> Any:
+        """Return a tree with tensors of its own in place of every :class:`Ref`: one for each name, however often it is there.
+
+        ``rooms``: tensors that exist, by the name of what is written into them: they are used instead of new ones. Each has the
+        right shape and type, and its memory to itself.
+        """
+        made: dict[str, Any] = dict(rooms or {})
+        for name, room in made.items():
+            self._copy(name, room)
+        return self._fresh(tree, made)
 
     def _fresh(self, tree: Any, made: dict[str, Any]) -> Any:
         kind = type(tree)
@@ -141,6 +151,8 @@ class Source:
         if kind is Ref:
             return self._made(tree, made)
         if kind in (list, tuple, set, frozenset):
+            if _LEAVES.issuperset(map(type, tree)):
+                return tree
             return kind(self._fresh(item, made) for item in tree)
         if kind is deque:
             return deque((self._fresh(item, made) for item in tree), tree.maxlen)
@@ -156,7 +168,7 @@ class Source:
     def _made(self, ref: Ref, made: dict[str, Any]) -> Any:
         kind = ref.form[0] if ref.form else ""
         if kind == "codec":
-            return encoding.from_codec(ref.form[1], self._fresh(ref.form[2], made))
+            return decoding.from_codec(ref.form[1], self._fresh(ref.form[2], made))
         if kind == "subclass":
             raise CheckpointError(
                 f"{ref.name}: a {ref.form[1]} can only be restored into a module that has one. Where it stands elsewhere, say how "
@@ -177,8 +189,8 @@ def _same_rows(one: Piece, other: Piece) -> bool:
 class Check:
     """Digests that are being checked in threads, beside the copying."""
 
-    def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(_THREADS)
+    def __init__(self, threads: int = _THREADS) -> None:
+        self._pool = ThreadPoolExecutor(threads)
         self._answers: list[Future[str]] = []
 
     def add(self, data: memoryview, chunk: int, wanted: Sequence[str], where: str) -> None:
@@ -211,14 +223,29 @@ class Opened:
     check: Check
 
 
-def open_memory(message: dict[str, Any], fds: Sequence[int], rank: int) -> Opened:
-    """Open a snapshot in the slots of this node's ranks. Takes the descriptors over."""
+def share_of_cores(local_world: int) -> int:
+    """Return how many threads this rank may keep busy, if all ranks of the node do the same."""
+    return max(1, min(_THREADS, len(os.sched_getaffinity(0)) // local_world))
+
+
+def open_memory(
+    message: dict[str, Any],
+    fds: Sequence[int],
+    rank: int,
+    local_world: int = 1,
+    known: Callable[[int], mmap.mmap | None] = lambda fd: None,
+) -> Opened:
+    """Open a snapshot in the slots of this node's ranks. Takes the descriptors over.
+
+    ``known`` gives this process's own mapping of what a descriptor stands for, if it has one: through a fresh mapping everything
+    takes nearly twice as long.
+    """
     try:
-        rooms = [mmap.mmap(fd, os.fstat(fd).st_size, mmap.MAP_SHARED, mmap.PROT_READ) for fd in fds]
+        rooms = [known(fd) or mmap.mmap(fd, os.fstat(fd).st_size, mmap.MAP_SHARED, mmap.PROT_READ) for fd in fds]
     finally:
         for fd in fds:
             os.close(fd)
-    source, check = Source(), Check()
+    source, check = Source(), Check(share_of_cores(local_world))
     values: list[Any] = []
     for peer, room in zip(message["peers"], rooms, strict=True):
         at, length = peer["header"]
@@ -273,4 +300,4 @@ def bytes_of(room: mmap.mmap) -> torch.Tensor:
 
 def decode(data: memoryview) -> Any:
     """Return a state with a :class:`Ref` for every tensor."""
-    return encoding.decode(data, lambda name, form: Ref(name, tuple(form)))
+    return decoding.decode(data, lambda name, form: Ref(name, tuple(form)))

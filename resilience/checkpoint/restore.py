@@ -9,12 +9,13 @@
 from __future__ import annotations
 
 import logging
+import mmap
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from resilience.checkpoint import reading, storage
+from resilience.checkpoint import garbage, reading, storage
 from resilience.checkpoint.link import Link, Place
 from resilience.checkpoint.reading import Opened
 from resilience.checkpoint.state import Part
@@ -38,10 +39,12 @@ def agree(
     load: Callable[[Opened], None],
     begin: Callable[[int], None],
     timeout: float,
+    known: Callable[[int], mmap.mmap | None] = lambda fd: None,
 ) -> int | None:
     """Load the newest snapshot that all ranks can reach (or that of ``step``); return its step, or ``None`` if there is none.
 
-    ``fresh``: begin anew if there is none. ``begin`` is told the generation that what is saved from now on belongs to.
+    ``fresh``: begin anew if there is none. ``begin`` is told the generation that what is saved from now on belongs to. ``known``
+    gives this process's own mapping of a slot, by a descriptor of it.
     Raises ``NothingToRestore`` if there are some and all of them are bad, ``MisfitError`` if they do not fit.
     """
     question = {"op": "restore", "step": step, "fresh": fresh, "timeout": timeout}
@@ -51,9 +54,10 @@ def agree(
         began, chosen = time.monotonic(), answer
         wrong = ""
         try:
-            opened = _open(answer, fds, place.rank)
-            load(opened)
-            wrong = opened.check.wrong()
+            with garbage.left_alone():
+                opened = _open(answer, fds, place, known)
+                load(opened)
+                wrong = opened.check.wrong()
         except MisfitError as error:
             misfit = wrong = str(error)
         except _BAD as error:
@@ -77,11 +81,11 @@ def agree(
     return None
 
 
-def _open(answer: dict[str, Any], fds: list[int], rank: int) -> Opened:
+def _open(answer: dict[str, Any], fds: list[int], place: Place, known: Callable[[int], mmap.mmap | None]) -> Opened:
     if answer["found"] == "memory":
-        return reading.open_memory(answer, fds, rank)
+        return reading.open_memory(answer, fds, place.rank, place.local_world, known)
     path = Path(answer["path"])
-    return reading.open_disk(path, storage.read_manifest(path), rank)
+    return reading.open_disk(path, storage.read_manifest(path), place.rank)
 
 
 def load_parts(parts: Sequence[Part], opened: Opened, strict: bool) -> None:

@@ -11,7 +11,7 @@ import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from resilience.errors import CheckpointError
 
@@ -31,8 +31,7 @@ class ShardError(CheckpointError):
     """A shard whose header is not what it should be."""
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """A tensor, or some rows of one, in the data section of a shard."""
 
     name: str

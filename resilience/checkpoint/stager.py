@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 
-from resilience.checkpoint import cuda, plan, slots
+from resilience.checkpoint import cuda, garbage, plan, slots
 from resilience.checkpoint.arena import Slot
 from resilience.checkpoint.ledger import (
     L_ATTEMPT,
@@ -111,6 +111,7 @@ class Stager:
         count = f" ({self._skipped} so far)" if self._skipped > 1 else ""
         _LOG.warning("step %s is not saved%s (rank %s): %s.", step, count, self._place.rank, reason)
 
+    @garbage.left_alone()
     def stage(self, index: int, step: int, state: Collected, values: bytes, disk: bool) -> Receipt:
         """Copy a state into a slot and seal it."""
         began = time.monotonic_ns()

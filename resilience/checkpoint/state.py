@@ -10,13 +10,15 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 import torch
 
-from resilience.checkpoint.plan import LEADER, OWN, SHARED
+from resilience.checkpoint.plan import LEADER, OWN, PLAIN_TENSORS, SHARED
 from resilience.checkpoint.reading import Ref, Source
 from resilience.errors import CheckpointError
+
+_CPU = torch.device("cpu")
 
 
 class Part(Protocol):
@@ -62,7 +64,8 @@ class Module:
         """See :class:`Part`."""
         if not self.replicated:
             return OWN
-        return SHARED if isinstance(tensor, torch.nn.Parameter) else self._buffer_owner
+        is_parameter = type(tensor) is torch.nn.Parameter or isinstance(tensor, torch.nn.Parameter)  # that asks Python
+        return SHARED if is_parameter else self._buffer_owner
 
     def check(self, tree: Any, source: Source, strict: bool) -> list[str]:
         """See :class:`Part`."""
@@ -143,10 +146,12 @@ class Optimizer:
         """See :class:`Part`."""
         return self._owner
 
+    def _parameters(self) -> list[torch.Tensor]:
+        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+
     def _order(self) -> list[str]:
         """Return the names of the parameters in the order in which ``state_dict`` numbers them."""
-        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-        return [self._names.get(id(parameter), f"#{number}") for number, parameter in enumerate(parameters)]
+        return [self._names.get(id(parameter), f"#{number}") for number, parameter in enumerate(self._parameters())]
 
     def state(self) -> Any:
         """See :class:`Part`."""
@@ -170,15 +175,69 @@ class Optimizer:
         ]
 
     def load(self, tree: Any, source: Source) -> None:
-        """See :class:`Part`."""
-        fresh = source.fresh(tree)
+        """See :class:`Part`. What was saved is written into the state that is there, as far as it fits. The optimizer's own
+        ``load_state_dict`` has the last word: it keeps what it is given, unless the device or the type must be another."""
+        usual = _is_usual(self.optimizer)
+        fresh = source.fresh(tree, self._rooms(tree, source) if usual else None)
         numbers = {name: number for number, name in enumerate(self._order())}
         state = {numbers[name]: value for name, value in fresh["state"].items() if name in numbers}
-        groups = [
-            {**group, "params": [numbers[name] for name in group["params"] if name in numbers]}
-            for group in fresh["param_groups"]
-        ]
+        groups, first = [], 0
+        for group in fresh["param_groups"]:
+            last = first + sum(name in numbers for name in group["params"])
+            params = range(first, last)  # the numbers of now, in their order: the state goes by name
+            # torch looks up every tensor in there; in a list that takes the square of their number
+            groups.append({**group, "params": params if usual else list(params)})
+            first = last
         self.optimizer.load_state_dict({**fresh, "state": state, "param_groups": groups})
+
+    def _rooms(self, tree: Any, source: Source) -> dict[str, torch.Tensor]:
+        """Return those tensors of the state now that can take what was saved, by its name. Each has its memory to itself: what is
+        written into it changes nothing else."""
+        parameters = dict(zip(self._order(), self._parameters(), strict=True))
+        memories = {parameter.untyped_storage().data_ptr() for parameter in parameters.values()}
+        rooms: dict[str, torch.Tensor] = {}
+        for name, entry in tree["state"].items():
+            live = self.optimizer.state.get(parameters.get(name)) or {}
+            for key, ref in entry.items() if isinstance(entry, dict) else ():
+                tensor = live.get(key)
+                if type(ref) is not Ref or not _takes(tensor, ref, source):
+                    continue
+                device = parameters[name].device if key != "step" else _CPU  # where torch would bring a new one
+                memory = tensor.untyped_storage().data_ptr()
+                if tensor.device in (_CPU, device) and memory not in memories:
+                    memories.add(memory)
+                    rooms[ref.name] = tensor
+        return rooms
+
+
+def _is_usual(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether nobody but torch has a word when its state is taken or loaded, and its parameters are plain ones."""
+    kind, base = type(optimizer), torch.optim.Optimizer
+    hooks = (
+        optimizer._optimizer_state_dict_pre_hooks,
+        optimizer._optimizer_state_dict_post_hooks,
+        optimizer._optimizer_load_state_dict_pre_hooks,
+        optimizer._optimizer_load_state_dict_post_hooks,
+    )
+    return (
+        kind.state_dict is base.state_dict
+        and kind.load_state_dict is base.load_state_dict
+        and not {"state_dict", "load_state_dict"} & vars(optimizer).keys()
+        and not any(hooks)
+        and {type(one) for group in optimizer.param_groups for one in group["params"]} <= PLAIN_TENSORS
+    )
+
+
+def _takes(tensor: Any, ref: Ref, source: Source) -> TypeGuard[torch.Tensor]:
+    """Whether a tensor is what a new one made of ``ref`` would be, but for its numbers and its device."""
+    return (
+        type(tensor) is torch.Tensor
+        and not ref.form
+        and (tuple(tensor.shape), tensor.dtype) == (source.shape_of(ref.name), source.dtype_of(ref.name))
+        and tensor.is_contiguous()
+        and not tensor.requires_grad
+        and tensor.untyped_storage().nbytes() == tensor.nbytes
+    )
 
 
 class Stateful:

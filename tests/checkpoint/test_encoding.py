@@ -26,7 +26,8 @@ import pytest
 import torch
 
 from resilience.checkpoint import encoding
-from resilience.checkpoint.encoding import DecodingError, EncodingError, Ext, decode, encode, pack, register_codec
+from resilience.checkpoint.decoding import decode
+from resilience.checkpoint.encoding import DecodingError, EncodingError, Ext, encode, pack, register_codec
 
 
 class Colour(enum.Enum):
@@ -231,7 +232,7 @@ def test_tensors_are_given_to_their_keeper_and_asked_for_on_the_way_back() -> No
         if not isinstance(node, torch.Tensor):
             return None
         asked.append(path)
-        return Ext(encoding.TENSOR, path.encode())
+        return encoding.ext(encoding.TENSOR, path.encode())
 
     data = encode({"a": [torch.ones(1), {"b": torch.ones(1)}], 5: torch.ones(1)}, "state", keep)
     assert asked == ["state.a.0", "state.a.1.b", "state.5"]
@@ -398,14 +399,16 @@ def test_codec_goes_before_the_keeper_of_tensors() -> None:
         pass
 
     register_codec(Special, lambda tensor: "special", lambda value: value, "special")
-    data = encode(torch.ones(1).as_subclass(Special), "state", lambda node, path: Ext(encoding.TENSOR, b"taken"))
+    data = encode(
+        torch.ones(1).as_subclass(Special), "state", lambda node, path: encoding.ext(encoding.TENSOR, b"taken")
+    )
     assert decode(data, no_tensor) == "special"
 
 
 @pytest.mark.usefixtures("codecs")
 def test_value_of_a_codec_that_holds_tensors_waits_for_them() -> None:
     register_codec(Point, lambda point: [torch.ones(1)], as_point, "point")
-    data = encode(Point(1, 2), "state", lambda node, path: Ext(encoding.TENSOR, path.encode()))
+    data = encode(Point(1, 2), "state", lambda node, path: encoding.ext(encoding.TENSOR, path.encode()))
     assert decode(data, no_tensor) == ("tensor", "", ["codec", "point", [("tensor", "state.0", [])]])
 
 
@@ -565,7 +568,8 @@ def test_hostile_bytes_run_nothing_in_a_process_of_their_own(tmp_path: Path) -> 
     blobs.write_bytes(msgpack.packb(list(HOSTILE.values())))
     code = (
         "import sys, msgpack, torch, numpy\n"
-        "from resilience.checkpoint.encoding import decode, encode, DecodingError\n"
+        "from resilience.checkpoint.decoding import decode\n"
+        "from resilience.checkpoint.encoding import encode, DecodingError\n"
         "decode(encode([torch.float32, torch.device('cpu'), torch.Size([1]), numpy.array(['a'])]), lambda *_: None)\n"
         f"blobs = msgpack.unpackb(open({str(blobs)!r}, 'rb').read())\n"
         "seen = []\n"
@@ -598,7 +602,7 @@ def realistic() -> bytes:
     }
 
     def keep(node: Any, path: str) -> Any | None:
-        return Ext(encoding.TENSOR, path.encode()) if isinstance(node, torch.Tensor) else None
+        return encoding.ext(encoding.TENSOR, path.encode()) if isinstance(node, torch.Tensor) else None
 
     return encode(state, "state", keep)
 
@@ -676,6 +680,98 @@ def test_one_odd_value_in_a_large_state_is_not_overlooked(odd: Any) -> None:
         assert same(there_and_back(state), state)
     with pytest.raises(EncodingError, match=r"^state\.a\.100: .*Fraction"):
         encode({"a": [*range(100), Fraction(1, 3)]})
+
+
+# What the packer takes without a word, although it would not come back as it was.
+TAKEN_FOR_SOMETHING_ELSE: list[Any] = [
+    bytearray(b"a"),
+    memoryview(b"a"),
+    Ext(encoding.TENSOR, b"a"),
+    msgpack.Timestamp(5),
+]
+LONG: dict[str, list[Any]] = {
+    "ints": list(range(3000)),
+    "floats": [number / 7 for number in range(3000)],
+    "texts": [str(number) for number in range(3000)],
+    "lists": [[number] for number in range(3000)],
+    "dicts": [{"a": {"b": number}} for number in range(3000)],
+}
+
+
+@pytest.mark.parametrize("odd", TAKEN_FOR_SOMETHING_ELSE, ids=lambda odd: type(odd).__name__)
+@pytest.mark.parametrize("kind", list(LONG))
+def test_what_the_packer_would_take_for_something_else_is_found_anywhere_in_a_long_list(kind: str, odd: Any) -> None:
+    kept = isinstance(odd, bytearray)
+    for at in (0, 1023, 1024, 2999):
+        for inside in (odd, [odd], {"a": [odd]}, {"a": {"b": odd}}):
+            state = [*LONG[kind][:at], inside, *LONG[kind][at:]]
+            if kept:
+                assert same(there_and_back(state), state)
+            else:
+                with pytest.raises(
+                    EncodingError, match=rf"^state\.{at}[.a-b0]*: .*{type(odd).__name__}.*register_codec"
+                ):
+                    encode(state)
+
+
+@pytest.mark.parametrize("odd", TAKEN_FOR_SOMETHING_ELSE[1:], ids=lambda odd: type(odd).__name__)
+def test_what_the_packer_would_take_for_something_else_is_found_among_many_keys(odd: Any) -> None:
+    for keys in (range(100), map(str, range(100))):
+        with pytest.raises(EncodingError, match=rf"<key>: .*{type(odd).__name__}"):
+            encode({**dict.fromkeys(keys, 1), odd: 1})
+    with pytest.raises(EncodingError, match=rf"^state\.50\.<key>: .*{type(odd).__name__}"):
+        encode([{"a": number} if number != 50 else {odd: 1} for number in range(100)])
+
+
+def test_long_list_of_numbers_keeps_the_type_of_each() -> None:
+    numbers = [1, 1.0, True, 0, 0.0, -0.0, False, 2**70, math.inf, math.nan, 10**400, -(10**400)] * 100
+    for state in (numbers, [*numbers, None], [*numbers, "a"], [*numbers, [1, True, 1.0]], dict(enumerate(numbers))):
+        assert same(there_and_back(state), state)
+    with_odd = [*numbers, numpy.float64(1.5), Level.LOW]
+    assert same(there_and_back(with_odd), with_odd)
+
+
+@pytest.mark.parametrize("count", [0, 1, 15, 16, 31, 32, 65_535, 65_536])
+def test_list_or_dict_of_any_length_is_what_any_reader_reads(count: int) -> None:
+    lists: list[Any] = [[number] for number in range(count)]
+    assert encode(lists) == msgpack.packb(lists)
+    with_odd = [(), *lists[1:]]
+    assert msgpack.unpackb(encode(with_odd)) == [Ext(encoding.TUPLE, b"\x90"), *lists[1:]]
+    by_number = dict(enumerate(with_odd))
+    assert msgpack.unpackb(encode(by_number), strict_map_key=False) == dict(
+        enumerate(msgpack.unpackb(encode(with_odd)))
+    )
+    assert there_and_back(OrderedDict(by_number)) == by_number
+
+
+def test_long_list_that_contains_itself_twice_is_refused_at_once() -> None:
+    """A look at it level by level would never end: each level is twice as long as the one before."""
+    fills: list[Any] = [0, "a", {}, ()]
+    for fill in fills:
+        state: list[Any] = [fill] * 100
+        state += [state, [state]]
+        with pytest.raises(EncodingError, match="contains itself"):
+            encode(state)
+
+
+@pytest.mark.parametrize("fill", [0, "a", [], ()], ids=repr)
+def test_depth_is_the_same_in_a_long_list(fill: Any) -> None:
+    def nested(depth: int) -> Any:
+        state: Any = 1
+        for _ in range(depth):
+            state = [state, *[fill] * 40]
+        return state
+
+    for depth in (1, 2, 47):
+        assert same(there_and_back(nested(depth)), nested(depth))
+    for depth in (49, 60, 600):
+        with pytest.raises(EncodingError, match=r"more than 48 levels"):
+            encode(nested(depth))
+
+
+def test_keys_that_are_no_numbers_are_all_kept() -> None:
+    state = {float("nan"): 1, float("nan"): 2, (): 3}
+    assert list(there_and_back(state).values()) == [1, 2, 3]
 
 
 def test_time_grows_with_the_state_and_not_with_its_square() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import random
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.two_tensor import TwoTensor
 
-from resilience.checkpoint import encoding, plan, shards
+from resilience.checkpoint import encoding, garbage, plan, shards
 from resilience.checkpoint.encoding import DecodingError, EncodingError
 from resilience.checkpoint.plan import LEADER, OWN, SHARED, Collected, Collector, Plan, make_plan
 from resilience.checkpoint.reading import Ref, Source, decode
@@ -222,7 +223,7 @@ def test_tied_parameter_is_stored_once_and_is_one_again() -> None:
 def test_arrays_that_are_gone_lend_nobody_their_identity() -> None:
     """A state may make arrays as it is walked through; an id that is used twice must not be taken for one array."""
     collector = Collector()
-    kept = {str(collector.keep(numpy.full(2, number)[::-1], f"a{number}")) for number in range(50)}
+    kept = {collector.keep(numpy.full(2, number)[::-1], f"a{number}") for number in range(50)}
     assert len(kept) == 50
     assert [int(tensor[0]) for tensor in collector.found.tensors] == list(range(50))
 
@@ -562,6 +563,39 @@ def test_state_without_tensors_has_a_plan_too() -> None:
     made = make_plan(found, 0, 1)
     assert (made.pieces, made.data_bytes) == ([], 0)
     copy(made.targets(torch.empty(0, dtype=torch.uint8)), made.sources(found))
+
+
+def test_making_a_plan_sets_off_one_round_of_the_garbage_collector_at_most() -> None:
+    found, _ = collected({str(number): torch.ones(1) for number in range(3_000)})
+    rounds: list[str] = []
+    gc.callbacks.append(note := lambda phase, info: rounds.append(phase))
+    try:
+        made = make_plan(found, 0, 1)
+        during = rounds.count("start")
+        kept = [[number] for number in range(3_000)]
+    finally:
+        gc.callbacks.remove(note)
+    assert during <= 1  # as it is over, for what has come together
+    assert rounds.count("start") - during > 1, "otherwise this test could not fail"
+    assert len(made.pieces) == len(kept) == 3_000
+
+
+def test_garbage_is_collected_again_afterwards_whatever_happens() -> None:
+    with garbage.left_alone():
+        with garbage.left_alone():
+            assert not gc.isenabled()
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    with pytest.raises(ZeroDivisionError), garbage.left_alone():
+        raise ZeroDivisionError
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        with garbage.left_alone():
+            pass
+        assert not gc.isenabled()  # somebody else's wish
+    finally:
+        gc.enable()
 
 
 # -- forms that were tampered with ------------------------------------------------------------------------------------

@@ -6,9 +6,10 @@ import argparse
 import contextlib
 import gc
 import itertools
+import mmap
 import os
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,11 @@ import numpy
 import pytest
 import torch
 
-from resilience.checkpoint import digest, encoding, shards, storage
+from resilience.checkpoint import decoding, digest, encoding, shards, storage
 from resilience.checkpoint.encoding import DecodingError
 from resilience.checkpoint.manifest import Manifest
 from resilience.checkpoint.plan import LEADER, OWN, SHARED, Collector, make_plan
-from resilience.checkpoint.reading import Check, Opened, Ref, Source, open_disk, open_memory
+from resilience.checkpoint.reading import Check, Opened, Ref, Source, open_disk, open_memory, share_of_cores
 from resilience.checkpoint.shards import Piece, ShardError
 from resilience.checkpoint.stager import copy
 from resilience.checkpoint.state import Module
@@ -194,6 +195,34 @@ def test_fresh_tensors_are_new_ones_each_time_it_is_asked() -> None:
     one.zero_()
     memory.zero_()
     assert other[:, 0].tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_tensors_that_exist_are_written_and_used_instead_of_new_ones() -> None:
+    source = Source()
+    source.add(*shard(("w", torch.full((2,), 5.0), (2,), 0), ("v", torch.full((2,), 7.0), (2,), 0)), own=True)
+    room = torch.zeros(2)
+    found = source.fresh({"a": Ref("w"), "b": (Ref("w"), Ref("v"))}, {"w": room})
+    assert found["a"] is room
+    assert found["b"][0] is room
+    assert room.tolist() == [5, 5]
+    assert found["b"][1].tolist() == [7, 7]
+
+
+def test_tensor_of_another_shape_is_no_room_for_what_was_saved() -> None:
+    source = Source()
+    source.add(*rows(0, 6), own=True)
+    with pytest.raises(CheckpointError, match=r"tensor 'w' has shape \[6, 2\]"):
+        source.fresh(Ref("w"), {"w": torch.zeros(2)})
+
+
+def test_tensor_among_many_plain_values_is_found() -> None:
+    source = Source()
+    source.add(*rows(0, 6), own=True)
+    for kind in (list, tuple):
+        found = source.fresh(kind([*range(100), Ref("w")]))
+        assert type(found) is kind
+        assert found[:-1] == kind(range(100))
+        assert found[-1].shape == (6, 2)
 
 
 # -- digests ----------------------------------------------------------------------------------------------------------
@@ -429,9 +458,9 @@ class Slots:
             self.digests[rank] = digest.digests(memoryview(data), digest.chunk_size(len(data)))
             self.message["peers"].append({"rank": rank, "header": [at, len(header)], "data": len(data)})
 
-    def open(self, rank: int) -> Opened:
+    def open(self, rank: int, known: Callable[[int], mmap.mmap | None] = lambda fd: None) -> Opened:
         message = {**self.message, "values": self.values[rank], "digests": self.digests[rank]}
-        return open_memory(message, [os.dup(fd) for fd in self.fds], rank)
+        return open_memory(message, [os.dup(fd) for fd in self.fds], rank, WORLD, known)
 
 
 @pytest.fixture
@@ -450,6 +479,57 @@ def open_slots(slots: Slots) -> int:
         with contextlib.suppress(FileNotFoundError):  # that of the listing itself
             found += fd.readlink().name.startswith(f"memfd:{slots.name}")
     return found
+
+
+def mappings_of(slots: Slots) -> list[int]:
+    """Return how often this process has mapped each of these slots."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return [sum(line.split()[4:5] == [str(os.fstat(fd).st_ino)] for line in lines) for fd in slots.fds]
+
+
+def test_slot_that_is_mapped_already_is_read_through_that_mapping(slots: Slots) -> None:
+    """A fresh one would be filled page by page."""
+    mine = mmap.mmap(slots.fds[1], 0)
+
+    def known(fd: int) -> mmap.mmap | None:
+        return mine if os.path.samestat(os.fstat(fd), os.fstat(slots.fds[1])) else None
+
+    found = slots.open(1, known)
+    assert mappings_of(slots) == [1, 1, 1]
+    assert_state(found.source.fresh(found.values), 1)
+    assert found.check.wrong() == ""
+    del found
+    gc.collect()
+    assert mappings_of(slots) == [0, 1, 0]
+    mine.close()  # nothing looks into it any more
+    assert open_slots(slots) == WORLD
+
+
+def test_flipped_bit_is_found_through_the_mapping_that_is_known_too(slots: Slots) -> None:
+    mine = mmap.mmap(slots.fds[1], 0)
+    mine[5000] ^= 1
+    found = slots.open(1, lambda fd: mine if os.path.samestat(os.fstat(fd), os.fstat(slots.fds[1])) else None)
+    assert "memory, bytes 4096 to " in found.check.wrong()
+
+
+@pytest.mark.parametrize(
+    ("cores", "ranks", "threads"), [(1, 1, 1), (2, 1, 2), (2, 2, 1), (2, 8, 1), (8, 2, 4), (96, 8, 4), (12, 4, 3)]
+)
+def test_digests_take_no_more_threads_than_this_rank_has_cores(
+    monkeypatch: pytest.MonkeyPatch, cores: int, ranks: int, threads: int
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
+    assert share_of_cores(ranks) == threads
+
+
+def test_digests_in_memory_are_checked_by_as_many_threads_as_this_rank_has_cores(
+    slots: Slots, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for cores, threads in ((WORLD, 1), (2 * WORLD, 2)):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid, cores=cores: set(range(cores)))
+        found = slots.open(1)
+        assert found.check._pool._max_workers == threads
+        assert found.check.wrong() == ""
 
 
 @pytest.mark.parametrize("rank", range(WORLD))
@@ -524,7 +604,7 @@ def test_module_with_parameters_of_every_form_is_restored() -> None:
     copy(made.targets(slot), made.sources(collector.found))
     source = Source()
     source.add(slot, shards.parse_header(made.header, made.data_bytes), own=True)
-    tree = encoding.decode(values, lambda name, form: Ref(name, tuple(form)))
+    tree = decoding.decode(values, lambda name, form: Ref(name, tuple(form)))
     part = Module("model", other, False)
     assert part.check(tree, source, strict=True) == []
     part.load(tree, source)
