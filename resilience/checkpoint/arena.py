@@ -85,3 +85,16 @@ class Slot:
             with contextlib.suppress(OSError):
                 found.madvise(mmap.MADV_HUGEPAGE)
         return found
+
+
+def make_slots(number: int, nbytes: int) -> list[Slot]:
+    """Make so many slots, or none. Raises ``OSError`` when there is no memory for them."""
+    made: list[Slot] = []
+    try:
+        while len(made) < number:
+            made.append(Slot.create(nbytes))
+    except BaseException:
+        for slot in made:
+            slot.close()
+        raise
+    return made

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from resilience.checkpoint import encoding, garbage, memory, options, plan, progress, slots, storage
-from resilience.checkpoint.arena import Slot
+from resilience.checkpoint.arena import make_slots
 from resilience.checkpoint.assembly import assemble
 from resilience.checkpoint.attendant import Attendant
 from resilience.checkpoint.ledger import Ledger
@@ -133,8 +133,8 @@ class FlashCheckpoint:
             return Stager(self._place, *known, self._link.generation)
         need = self._estimate()
         memory.check(need * self._number, f"{self._number} slots of {need / 1e9:.2f} GB (rank {self._place.rank})")
+        held = make_slots(self._number, need)
         ledger = Ledger.create(self._number, self._place.rank, self._place.world)
-        held = [Slot.create(need) for _ in range(self._number)]
         stager = Stager(self._place, ledger, held, self._link.generation)
         self._link.deposit(ledger, held)
         return stager

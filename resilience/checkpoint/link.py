@@ -119,6 +119,7 @@ class Link:
             channel.send(self._sock, message, fds)
             received = channel.receive(self._sock)
         except OSError as error:
+            self.close()  # an answer that comes late must not be taken for that to the next question
             raise LinkError(f"the saver did not answer within {timeout:g} s ({error})") from error
         if received is None:
             raise LinkError("the saver ended in the middle of a request")
@@ -128,7 +129,7 @@ class Link:
 
     def nudge(self) -> None:
         """Make the saver look now. Never waits: if it can't be told it looks by itself, a little later."""
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ValueError):  # -1 while a thread looks for another saver: a ValueError
             os.eventfd_write(self.wake, 1)
 
     def close(self) -> None:
@@ -136,9 +137,9 @@ class Link:
         if self._sock is not None:
             self._sock.close()
             self._sock = None
-        if self.wake >= 0:
-            os.close(self.wake)
-            self.wake = -1
+        wake, self.wake = self.wake, -1  # first: another thread's nudge must not go to whoever gets the number next
+        if wake >= 0:
+            os.close(wake)
 
 
 def _refused(answer: dict[str, Any]) -> NoReturn:

@@ -6,10 +6,11 @@ Rule: nothing that is handed out shares memory with a slot or a file, and nothin
 from __future__ import annotations
 
 import argparse
+import contextlib
 import mmap
 import os
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -266,18 +267,31 @@ def open_disk(path: Path, manifest: Manifest, rank: int) -> Opened:
     source, check = Source(), Check()
     rank = rank if rank < manifest.world else 0
     for file in manifest.shards:
-        room, memory = _mapped(path / file.name, file)
-        view = memoryview(room)
-        length = shards.header_length(view[:8], file.nbytes)
-        if length != file.head or digest.digest(view[:length]) != file.digests[0]:
-            raise CheckpointError(f"{file.name}: the header is not the one that was written")
-        check.add(view[length:], file.chunk, file.digests[1:], file.name)
-        source.add(memory[length:], shards.parse_header(view[:length], file.nbytes - length), file.rank == rank)
+        with _named(file):
+            room, memory = _mapped(path / file.name, file)
+            view = memoryview(room)
+            length = shards.header_length(view[:8], file.nbytes)
+            if length != file.head or digest.digest(view[:length]) != file.digests[0]:
+                raise CheckpointError(f"{file.name}: the header is not the one that was written")
+            check.add(view[length:], file.chunk, file.digests[1:], file.name)
+            source.add(memory[length:], shards.parse_header(view[:length], file.nbytes - length), file.rank == rank)
     mine = next(file for file in manifest.values if file.rank == rank)
-    data = (path / mine.name).read_bytes()
-    if digest.digests(memoryview(data), mine.chunk) != list(mine.digests):
-        raise CheckpointError(f"{mine.name}: the digest is wrong")
-    return Opened(source, decode(memoryview(data)), check)
+    with _named(mine):
+        data = (path / mine.name).read_bytes()
+        if digest.digests(memoryview(data), mine.chunk) != list(mine.digests):
+            raise CheckpointError(f"{mine.name}: the digest is wrong")
+        return Opened(source, decode(memoryview(data)), check)
+
+
+@contextlib.contextmanager
+def _named(file: File) -> Iterator[None]:
+    """Say which file it is that something is wrong with."""
+    try:
+        yield
+    except CheckpointError as error:
+        if file.name in str(error):
+            raise
+        raise CheckpointError(f"{file.name}: {error}") from error
 
 
 def _mapped(path: Path, file: File) -> tuple[mmap.mmap, torch.Tensor]:

@@ -52,7 +52,7 @@ def agree(
     misfit = ""
     while answer.get("found"):
         began, chosen = time.monotonic(), answer
-        wrong = ""
+        wrong, opened = "", None
         try:
             with garbage.left_alone():
                 opened = _open(answer, fds, place, known)
@@ -60,8 +60,11 @@ def agree(
                 wrong = opened.check.wrong()
         except MisfitError as error:
             misfit = wrong = str(error)
-        except _BAD as error:
-            wrong = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+        except Exception as error:  # a script's own code is given what may be damaged, and raises what it likes
+            wrong = _damage(opened)
+            if not wrong and not isinstance(error, _BAD):
+                raise
+            wrong = wrong or (str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}")
         answer, fds = link.ask({"op": "loaded", "wrong": wrong[:4000]}, timeout=timeout + 10)
         if answer.get("go"):
             took = time.monotonic() - began
@@ -79,6 +82,14 @@ def agree(
     if fresh and step is None:
         begin(int(answer["generation"]))
     return None
+
+
+def _damage(opened: Opened | None) -> str:
+    """Say what is damaged in what was opened, as far as it can be said."""
+    try:
+        return opened.check.wrong() if opened is not None else ""
+    except _BAD:
+        return ""
 
 
 def _open(answer: dict[str, Any], fds: list[int], place: Place, known: Callable[[int], mmap.mmap | None]) -> Opened:

@@ -21,6 +21,7 @@ import re
 import secrets
 import shutil
 import socket
+import stat
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -40,6 +41,7 @@ T = TypeVar("T")
 _STEP = re.compile(r"step-(\d+)(\.\d+)?\Z")
 _PARTIAL = ".partial-"
 _ASIDE = ".aside"
+_MAX_MANIFEST = 256 << 20  # of some 5,000 ranks
 
 
 class DirectoryInUse(CheckpointError):  # noqa: N818 - reads as what it is
@@ -65,7 +67,7 @@ class Directory:
         self.path = path
         self._lock = -1
         self._mark: Path | None = None
-        self._run = ""
+        self._run: str | None = None  # by whom it was claimed
         self._at_work = threading.Lock()
 
     # -- one job at a time ------------------------------------------------------------------------------------------
@@ -94,6 +96,25 @@ class Directory:
         self._sign({"run": run})
         for path in self.path.glob(f"{_PARTIAL}*"):
             path.unlink() if path.is_file() else shutil.rmtree(path, ignore_errors=True)
+
+    def hold(self) -> None:
+        """Make the folder, and the claim, anew if somebody has removed them. Raises :class:`DirectoryInUse` if another job came."""
+        if self._run is None:
+            make_folder(self.path)
+        elif not self._is_held():
+            self._let_go()
+            self.claim(self._run)
+
+    def _is_held(self) -> bool:
+        try:
+            return self._lock >= 0 and os.path.samestat(os.fstat(self._lock), (self.path / ".lock").stat())
+        except FileNotFoundError:
+            return False
+
+    def _let_go(self) -> None:
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
 
     def _sign(self, more: dict[str, object]) -> None:
         signed = json.dumps({"host": socket.gethostname(), "pid": os.getpid(), **more}).encode()
@@ -128,9 +149,8 @@ class Directory:
         """Let others write here, as soon as nobody is :meth:`at_work`."""
         with self._at_work:
             self._unmark()
-            if self._lock >= 0:
-                os.close(self._lock)
-                self._lock = -1
+            self._run = None
+            self._let_go()
 
     # -- reading ----------------------------------------------------------------------------------------------------
 
@@ -142,17 +162,18 @@ class Directory:
                 continue
             try:
                 if (path / _ASIDE).exists():
-                    raise ManifestError(f"it was set aside: {(path / _ASIDE).read_text(errors='replace')[:1000]}")
+                    why = read_small(path / _ASIDE, 1 << 20).decode(errors="replace")
+                    raise ManifestError(f"it was set aside: {why[:1000]}")
                 found.append(Stored(path, read_manifest(path)))
             except (ManifestError, OSError) as error:
                 complain(f"{path}: {error}. It is left out.")
-        return sorted(found, key=lambda item: (item.manifest.key, item.manifest.created), reverse=True)
+        return sorted(found, key=lambda item: (item.manifest.key, _number(item.path)), reverse=True)
 
     # -- writing ----------------------------------------------------------------------------------------------------
 
     def partial(self, folder: str) -> Path:
         """Return a folder to write parts of a checkpoint into; several nodes may use it at the same time."""
-        make_folder(self.path)
+        self.hold()
         path = self.path / f"{_PARTIAL}{folder}"
         path.mkdir(exist_ok=True)
         return path
@@ -170,10 +191,9 @@ class Directory:
         shutil.rmtree(self.path / f"{_PARTIAL}{folder}", ignore_errors=True)
 
     def _free_name(self, step: int) -> Path:
-        target, number = self.path / f"step-{step:08d}", 2
-        while target.exists():
-            target, number = self.path / f"step-{step:08d}.{number}", number + 1
-        return target
+        """Return a name that comes after those that a step has already: of two saves of one step that says which is newer."""
+        taken = [_number(path) for path in self.path.glob(f"step-{step:08d}*") if _STEP.match(path.name)]
+        return self.path / f"step-{step:08d}{f'.{max(taken) + 1}' if taken else ''}"
 
     def set_aside(self, item: Stored, why: str) -> None:
         """Have a checkpoint no longer count. It stays, for whoever wants to look."""
@@ -196,13 +216,19 @@ class Directory:
         return gone
 
 
+def _number(path: Path) -> int:
+    """Return which one of several checkpoints of one step it is, by its name."""
+    found = _STEP.match(path.name)
+    return int(found[2][1:]) if found and found[2] else 1
+
+
 def _in_use(path: Path, holder: str) -> DirectoryInUse:
     """Say who has a directory, as far as its lock tells."""
     try:
         known = json.loads(holder)
         who = f"host {known['host']}, pid {known['pid']}" + (f", run {known['run']}" if known.get("run") else "")
         leaving = bool(known.get("leaving"))
-    except (ValueError, TypeError, KeyError, AttributeError):
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         who, leaving = "unknown", False
     if leaving:
         return DirectoryInUse(f"{path}: an earlier job's last snapshot is still being written ({who}).", leaving=True)
@@ -230,7 +256,7 @@ def patiently(claim: Callable[[], T], patience: float) -> T:
 def read_manifest(path: Path) -> Manifest:
     """Read a checkpoint's manifest and look whether every file is there, in full. Raises ``ManifestError`` or ``OSError``."""
     try:
-        found = Manifest.from_bytes((path / manifest.NAME).read_bytes())
+        found = Manifest.from_bytes(read_small(path / manifest.NAME, _MAX_MANIFEST))
     except FileNotFoundError:
         raise ManifestError("there is no manifest: it was never finished") from None
     for file in (*found.shards, *found.values):
@@ -241,6 +267,16 @@ def read_manifest(path: Path) -> Manifest:
         if there != file.nbytes:
             raise ManifestError(f"{file.name} has {there} bytes, not {file.nbytes}")
     return found
+
+
+def read_small(path: Path, limit: int) -> bytes:
+    """Return the contents of a file that can't be large. Raises ``OSError`` for one that is, and for what is no file: nobody waits
+    for a pipe, or takes memory for a hole."""
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        found = os.fstat(file.fileno())
+        if not stat.S_ISREG(found.st_mode) or found.st_size > limit:
+            raise OSError(errno.EFBIG, f"it is no file of up to {in_words(limit)}", str(path))
+        return file.read(limit)
 
 
 def write_manifest(folder: Path, contents: Manifest) -> None:

@@ -204,7 +204,6 @@ def job(home: Path) -> Iterator[list[tuple[Rank, FlashCheckpoint]]]:
         saver.end_soon()
         thread.join(60)
         assert not thread.is_alive()
-        saver._clerk._jobs.put(None)  # its thread: a process that ends need not end it, nor close these
         for key in list(saver.selector.get_map().values()):
             os.close(key.fileobj) if isinstance(key.fileobj, int) else cast(socket.socket, key.fileobj).close()
         saver.selector.close()

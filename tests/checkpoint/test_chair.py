@@ -307,7 +307,8 @@ def ask(
 ) -> None:
     for node in table.nodes:
         question = {"step": None, "fresh": False, "timeout": 60, "memory": memory.get(node, []), "tries": [], **more}
-        table.say(node, op="ask", disk=disk or [], **question)
+        named = [(*item, f"step-{item[1]}") for item in disk or []]
+        table.say(node, op="ask", disk=named, **{"left_out": [], **question})
 
 
 def test_newest_that_all_nodes_have_is_chosen_and_everybody_goes_when_all_have_it() -> None:
@@ -326,10 +327,14 @@ def test_next_one_is_offered_to_all_when_it_is_bad_for_one() -> None:
     table.say(0, op="loaded", wrong="")
     table.say(2, op="loaded", wrong="rank 3: the digest is wrong")
     assert [message["where"] for message in table.take(0, "choice")] == [MEMORY, DISK]
-    assert table.take(0, "bad")[0]["why"] == "rank 3: the digest is wrong"
+    assert table.take(0, "bad")[0]["why"] == "step 8 (memory) can't be used: rank 3: the digest is wrong"
     for node in table.nodes:
         table.say(node, op="loaded", wrong="rank 0: it is cut short")
-    assert table.take(2, "nothing")[0]["problems"] == ["rank 3: the digest is wrong", "rank 0: it is cut short"]
+    problems = table.take(2, "nothing")[0]["problems"]
+    assert [text.partition("used: ")[2] for text in problems] == [
+        "rank 3: the digest is wrong",
+        "rank 0: it is cut short",
+    ]
 
 
 def test_fresh_start_is_one_only_if_everybody_allows_it() -> None:
@@ -338,6 +343,14 @@ def test_fresh_start_is_one_only_if_everybody_allows_it() -> None:
     assert table.take(0, "nothing")[0]["fresh"]
     ask(table, {})
     assert not table.take(0, "nothing")[0]["fresh"]
+
+
+def test_checkpoints_that_are_all_damaged_are_no_fresh_start_and_not_all_of_them_are_named() -> None:
+    table = Table()
+    ask(table, {}, fresh=True, left_out=[f"step-{number}: its digest is wrong" for number in range(2000)])
+    (message,) = table.take(2, "nothing")
+    assert not message["fresh"]
+    assert message["problems"][-1] == "and 1984 more"
 
 
 def test_checkpoint_of_another_world_is_a_problem_and_no_fresh_start() -> None:
@@ -358,14 +371,14 @@ def test_checkpoint_that_restarts_failed_from_is_passed_over_and_named() -> None
 def test_nodes_that_ask_for_different_steps_are_refused() -> None:
     table = Table()
     for node in table.nodes:
-        table.say(node, op="ask", step=node, fresh=False, timeout=60, memory=[], disk=[], tries=[])
+        table.say(node, op="ask", step=node, fresh=False, timeout=60, memory=[], disk=[], tries=[], left_out=[])
     assert "different steps" in table.take(2, "refused")[0]["why"]
 
 
 def test_restoring_is_called_off_for_all_when_a_node_is_lost_or_late_or_gives_up() -> None:
     for why in ("lost", "late", "quit"):
         table = Table()
-        table.say(0, op="ask", step=None, fresh=False, timeout=60, memory=[], disk=[], tries=[])
+        table.say(0, op="ask", step=None, fresh=False, timeout=60, memory=[], disk=[], tries=[], left_out=[])
         if why == "lost":
             table.chair.lost(2, 0.0)
         elif why == "quit":

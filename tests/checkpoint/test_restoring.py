@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from resilience.checkpoint.saver import restores
+from resilience.checkpoint.saver.restores import Tries
 from resilience.checkpoint.saver.restoring import (
     DISK,
     MEMORY,
@@ -38,7 +39,7 @@ ALL = [M9, D9, M8, D8, D50]
 def test_candidates_come_newest_first_and_memory_before_disk(
     in_memory: list[Key], on_disk: list[Key], expected: list[Candidate]
 ) -> None:
-    assert candidates(in_memory, on_disk) == expected
+    assert candidates(in_memory, [Candidate(key, DISK) for key in on_disk]) == expected
 
 
 @pytest.mark.parametrize(
@@ -71,7 +72,7 @@ def test_newest_is_picked_that_is_neither_bad_nor_failed_from_twice(
 
 
 def test_step_that_was_saved_in_two_generations_means_the_later_one() -> None:
-    found = candidates([], [(1, 9), (3, 9), (2, 9)])
+    found = candidates([], [Candidate((generation, 9), DISK) for generation in (1, 3, 2)])
     assert pick(found, step=9, bad={}, failed={}) == Candidate((3, 9), DISK)
 
 
@@ -97,6 +98,28 @@ def test_what_is_passed_over_for_an_older_one_is_set_aside_once() -> None:
     assert set_aside(ALL, M8, {(2, 9): TRIES - 1}) == []  # it was bad
     assert set_aside(ALL, M9, {(2, 9): TRIES, (2, 8): TRIES}) == []
     assert set_aside(ALL, D50, {(2, 9): TRIES, (2, 8): TRIES}) == [(2, 8), (2, 9)]
+
+
+def test_step_that_is_there_twice_is_tried_twice_in_the_order_given() -> None:
+    twice = [Candidate((1, 9), DISK, "step-9.2"), Candidate((1, 9), DISK, "step-9")]
+    found = candidates([], twice)
+    assert pick(found, bad={}, failed={}) == twice[0]
+    assert pick(found, bad={twice[0]: "rotten"}, failed={}) == twice[1]
+
+
+def test_try_is_counted_once_in_a_life_and_taken_back_if_the_snapshot_was_bad(tmp_path: Path) -> None:
+    tries = Tries(tmp_path, print)
+    for _ in range(3):
+        tries.add((1, 5))
+    assert restores.read(tmp_path) == {(1, 5): 1}
+    tries.begin()
+    tries.add((1, 5))
+    assert restores.read(tmp_path) == {(1, 5): 2}
+    tries.take_back((1, 5))
+    tries.take_back((1, 5))
+    assert restores.read(tmp_path) == {(1, 5): 1}
+    tries.forget()
+    assert restores.read(tmp_path) == {}
 
 
 # -- what is remembered -----------------------------------------------------------------------------------------------

@@ -368,7 +368,7 @@ def test_directory_that_is_not_there_holds_nothing(tmp_path: Path) -> None:
 def test_same_step_written_again_gets_a_name_of_its_own_and_the_later_one_is_newer(directory: Directory) -> None:
     names = [write(directory, 7, generation, created).name for generation, created in ((1, 1.0), (1, 3.0), (1, 2.0))]
     assert names == ["step-00000007", "step-00000007.2", "step-00000007.3"]
-    assert [item.manifest.created for item in directory.stored()] == [3.0, 2.0, 1.0]
+    assert [item.manifest.created for item in directory.stored()] == [2.0, 3.0, 1.0], "by number, not by date"
     write(directory, 7, generation=2)
     assert keys(directory.stored()) == [(2, 7), (1, 7), (1, 7), (1, 7)]
 

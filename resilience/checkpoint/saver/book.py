@@ -108,6 +108,7 @@ class Book:
         stored = [item.manifest.generation for item in self.directory.stored(self.complain)]
         self.generation = max([self.generation, self.roll.generation(), *stored])
         self._assemble(cycle, again=False)
+        self.tries.begin()
         for other in self.roll.members.values():  # of a cycle without numbers: they will come again too
             other.cycle = min(other.cycle, cycle.number - 1)
         if cycle.alone:

@@ -339,12 +339,12 @@ class Chair:
             return
         aside = agreement.choose(self._world)
         if agreement.choice is not None:
-            self._tell_all(op="choice", key=agreement.choice.key, where=agreement.choice.where, aside=aside)
+            self._tell_all(op="choice", **vars(agreement.choice), aside=aside)
             return
         self._agreement = Agreement()
         if agreement.allows_fresh_start():
             self._begin_after((-1, -1))
-        problems, fresh = list(agreement.bad.values()), agreement.allows_fresh_start()
+        problems, fresh = agreement.problems(), agreement.allows_fresh_start()
         self._tell_all(op="nothing", problems=problems, fresh=fresh, generation=self.generation)
 
     def _hear_loaded(self, node: int, message: Message, now: float) -> None:
@@ -356,8 +356,7 @@ class Chair:
             return
         wrong = next((text for text in agreement.loaded.values() if text), "")
         if wrong:
-            agreement.bad[choice] = wrong
-            self._tell(_ME, op="bad", key=choice.key, where=choice.where, why=wrong)
+            self._tell(_ME, op="bad", key=choice.key, why=agreement.spoil(wrong))
             self._choose()
             return
         self._agreement = Agreement()

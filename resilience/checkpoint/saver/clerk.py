@@ -69,7 +69,7 @@ class Clerk:
     """Works off what it is asked for, in order."""
 
     def __init__(self) -> None:
-        self._acts: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._acts: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         threading.Thread(target=self._run, name="resilience-clerk", daemon=True).start()
 
     def write(self, part: Part, done: Callable[[Written], None]) -> None:
@@ -80,10 +80,14 @@ class Clerk:
         """Have something done after everything that was asked for before."""
         self._acts.put(act)
 
+    def close(self) -> None:
+        """End the thread, after everything that was asked for."""
+        self._acts.put(None)
+
     def _run(self) -> None:
-        while True:
+        while (act := self._acts.get()) is not None:
             try:
-                self._acts.get()()
+                act()
             except Exception:  # noqa: BLE001 - a thread's boundary: what comes after must still be written
                 _LOG.exception("something that the clerk was asked to do failed; it goes on with the next.")
 

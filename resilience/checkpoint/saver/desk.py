@@ -129,7 +129,7 @@ class Desk:
         rank, cycle = int(message["rank"]), Cycle(*map(int, message["cycle"]))
         caller.rank, caller.pid, caller.cycle = rank, int(message["pid"]), cycle.number
         caller.options = message["options"]
-        self._refuse_second_job(str(message["directory"]), rank, caller.pid)
+        self._refuse_second_job(str(message["directory"]), rank, cycle.world, caller.pid)
         book = caller.book = self._saver.book(str(message["directory"]), caller.options, claim=cycle.first == 0)
         book.begin(cycle, rank, caller.pid, int(message["generation"]))
         self._saver.watch(caller.pid, book, rank)
@@ -142,14 +142,23 @@ class Desk:
         if member is not None and usable:
             self._joined(caller, member)
 
-    def _refuse_second_job(self, directory: str, rank: int, pid: int) -> None:
+    def _refuse_second_job(self, directory: str, rank: int, world: int, pid: int) -> None:
         book = self._saver.books.get(directory)
-        member = book.roll.members.get(rank) if book is not None else None
-        if member is not None and member.pid not in (0, pid) and self._saver.watches(member.pid):
+        if book is None:
+            return
+        here = [it for it in book.roll.members.values() if it.pid not in (0, pid) and self._saver.watches(it.pid)]
+        others = [it for it in here if it.rank == rank or book.cycle.world != world]
+        if others:
             raise DirectoryInUse(
-                f"{directory}: another job writes its checkpoints here (rank {rank} has pid {member.pid}). Nothing was written. "
-                "Give each job a directory of its own, or end the other one."
+                f"{directory}: another job writes its checkpoints here (rank {others[0].rank} has pid {others[0].pid}). Nothing "
+                "was written. Give each job a directory of its own, or end the other one."
             )
+
+    def has_untold(self) -> bool:
+        """Whether a rank that is still here has not heard of a failure yet."""
+        return any(
+            caller.book is not None and caller.heard_failures < len(caller.book.failures) for caller in self._callers
+        )
 
     def _deposit(self, caller: Caller, fds: list[int]) -> None:
         assert caller.book is not None

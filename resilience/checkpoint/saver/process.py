@@ -40,6 +40,7 @@ _LOG = logging.getLogger("resilience.saver")
 _TURN_S = 0.05
 _QUIET_S = 0.5
 _SETTLED_S = 1.0
+_TELL_S = 5.0  # at the end: for ranks that wait to hear why their last save failed
 _LINGER_S = 10.0  # without a launcher: a rank that died may be started again by somebody else
 
 
@@ -57,6 +58,7 @@ class Saver:
         self._deadline = deadline
         self._watched: dict[int, tuple[int, Book, int]] = {}  # by pid: pidfd, book, rank
         self._leaving_since = 0.0
+        self._settled_since = 0.0  # nothing is left to be done since then
         self._idle_since = time.monotonic()
         self._failed_ranks = False
         self._digesting = False
@@ -95,7 +97,8 @@ class Saver:
         if not self._leaving_since:
             return False
         if all(book.is_settled() for book in self.books.values()):
-            return True
+            self._settled_since = self._settled_since or now
+            return not self._desk.has_untold() or now - self._settled_since > _TELL_S
         late = now - self._leaving_since > self._deadline
         if late:
             _LOG.error(
@@ -112,6 +115,7 @@ class Saver:
 
     def close(self) -> None:
         """Let go of everything."""
+        self._clerk.close()
         self._desk.close()
         for book in self.books.values():
             book.close()

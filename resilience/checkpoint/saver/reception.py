@@ -66,8 +66,12 @@ class Reception:
             "memory": book.roll.restorable(),
         }
         if book.cycle.first == 0:
-            stored = [item.manifest for item in book.directory.stored(book.complain)]
-            question |= {"disk": [(*item.key, item.world) for item in stored]}
+            left_out: list[str] = []
+            stored = book.directory.stored(left_out.append)
+            for text in left_out:
+                book.complain(text)
+            found = [(*item.manifest.key, item.manifest.world, item.path.name) for item in stored]
+            question |= {"disk": found, "left_out": left_out}
             question |= {"tries": [(*key, number) for key, number in book.tries.counts.items()]}
         book.ask(question)
 
@@ -117,39 +121,46 @@ class Reception:
                 book.go_back_to(None, int(message["generation"]))
             self._end(book, {"found": None, "problems": message["problems"], "generation": book.generation})
         elif op == "choice":
-            self._offer(book, tuple(message["key"]), message["where"], [tuple(key) for key in message["aside"]])
+            self._offer(book, message)
         elif op == "bad":
-            where, why = message["where"], message["why"]
-            book.complain(f"step {message['key'][1]} ({where}) can't be used: {why}")
+            book.tries.take_back(tuple(message["key"]))
+            book.complain(str(message["why"]))
         elif op == "go":
             self._go(book, tuple(message["key"]), message["where"], int(message["generation"]))
 
-    def _offer(self, book: Book, key: Key, where: str, aside: list[Key]) -> None:
+    def _offer(self, book: Book, message: Message) -> None:
         known = self._meetings.get(id(book))
         if known is None:
             return  # called off here; the chair hears of it
-        meeting = known[1]
-        stored = {item.manifest.key: item for item in reversed(book.directory.stored())}
-        for passed in aside if book.cycle.first == 0 else ():
-            book.complain(
-                f"step {passed[1]} is set aside: the job went on from it and failed, twice, without progress."
-            )
-            if passed in stored:
-                book.directory.set_aside(stored[passed], "two restarts failed from it")
+        meeting, key = known[1], tuple(message["key"])
+        if book.cycle.first == 0:
+            book.tries.add(key)  # before it is loaded: that may be what kills the ranks
+            set_aside(book, [tuple(item) for item in message["aside"]])
         meeting.round.choosing, meeting.round.loaded = False, {}
         for rank, tell in meeting.tell.items():
-            if where == MEMORY:
+            if message["where"] == MEMORY:
                 tell(*describe(book, key, rank))
             else:
-                path = str(stored[key].path) if key in stored else ""
+                path = str(book.directory.path / message["name"])
                 tell({"found": DISK, "generation": key[0], "step": key[1], "path": path})
 
     def _go(self, book: Book, key: Key, where: str, generation: int) -> None:
         book.go_back_to(key if where == MEMORY else None, generation)
         if book.cycle.first == 0:
-            book.tries.add(key)
             _LOG.info("the job goes on from step %s (%s).", key[1], where)
         self._end(book, {"go": True, "generation": generation})
+
+
+def set_aside(book: Book, keys: list[Key]) -> None:
+    """Have checkpoints that restarts failed from no longer count, and say so."""
+    for item in book.directory.stored() if keys else []:
+        if item.manifest.key in keys:
+            try:
+                book.directory.set_aside(item, "two restarts failed from it")
+            except OSError as error:  # a full disk: it is passed over all the same, as long as we are here
+                book.complain(f"{item.path}: could not be marked as set aside: {error}")
+    for key in keys:
+        book.complain(f"step {key[1]} is set aside: the job went on from it and failed, twice, without progress.")
 
 
 def describe(book: Book, key: Key, rank: int) -> tuple[dict[str, Any], tuple[int, ...]]:

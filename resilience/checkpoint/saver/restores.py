@@ -6,6 +6,8 @@ import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from resilience.checkpoint.storage import read_small
+
 _NAME = ".restores.json"
 Key = tuple[int, int]
 
@@ -13,7 +15,7 @@ Key = tuple[int, int]
 def read(directory: Path) -> dict[Key, int]:
     """Return how often each snapshot was gone on from since the last progress. A damaged file is none."""
     try:
-        found = json.loads((directory / _NAME).read_text(encoding="utf-8"))
+        found = json.loads(read_small(directory / _NAME, 1 << 20))
         return {(int(generation), int(step)): int(number) for generation, step, number in found}
     except (OSError, ValueError, TypeError, OverflowError, RecursionError):
         return {}
@@ -33,10 +35,25 @@ class Tries:
         self._directory = directory
         self._complain = complain
         self.counts = read(directory)
+        self._gone_on: set[Key] = (
+            set()
+        )  # what this life of the job went on from: counted once, however often it is loaded
+
+    def begin(self) -> None:
+        """Another life of the job begins."""
+        self._gone_on = set()
 
     def add(self, key: Key) -> None:
-        """The job goes on from a snapshot. If that fails twice, another one is taken."""
-        self._keep({**self.counts, key: self.counts.get(key, 0) + 1})
+        """The job is about to go on from a snapshot. If that fails twice, another one is taken."""
+        if key not in self._gone_on:
+            self._gone_on.add(key)
+            self._keep({**self.counts, key: self.counts.get(key, 0) + 1})
+
+    def take_back(self, key: Key) -> None:
+        """The snapshot turned out to be bad, which is no failure of a restart."""
+        if key in self._gone_on:
+            self._gone_on.discard(key)
+            self._keep({**self.counts, key: self.counts.get(key, 1) - 1})
 
     def forget(self) -> None:
         """The job got further, or ended in good order: what it went on from was good."""

@@ -17,6 +17,7 @@ from typing import Any
 Key = tuple[int, int]
 CHAIR = 0  # its node
 MEMORY, DISK = "memory", "disk"
+_MOST = 16
 TRIES = 2  # a snapshot that so many restarts failed from is set aside
 
 
@@ -26,11 +27,12 @@ class Candidate:
 
     key: Key
     where: str
+    name: str = ""  # of its folder on disk: a step may be there twice
 
 
-def candidates(in_memory: Sequence[Key], on_disk: Sequence[Key]) -> list[Candidate]:
-    """Return everything there is, newest first; of the same snapshot memory comes first."""
-    found = [Candidate(key, MEMORY) for key in in_memory] + [Candidate(key, DISK) for key in on_disk]
+def candidates(in_memory: Sequence[Key], on_disk: Sequence[Candidate]) -> list[Candidate]:
+    """Return everything there is, newest first; of the same snapshot memory comes first, then disk in the order given."""
+    found = [Candidate(key, MEMORY) for key in in_memory] + list(on_disk)
     return sorted(found, key=lambda item: (item.key, item.where == MEMORY), reverse=True)
 
 
@@ -111,21 +113,33 @@ class Agreement:
         """Choose the next one to try; return what is passed over because restarts failed from it."""
         in_memory = set.intersection(*({_key(item) for item in ask["memory"]} for ask in self.asks.values()))
         chair = self.asks[CHAIR]  # its node alone looks at the disk
-        on_disk = {(generation, step): size for generation, step, size in chair["disk"]}
+        on_disk = {Candidate(_key(item[:2]), DISK, str(item[3])): int(item[2]) for item in chair["disk"]}
         failed = {(generation, step): count for generation, step, count in chair["tries"]}
-        for key, size in on_disk.items():
+        for item, size in on_disk.items():
             if size != world:
-                self.bad[Candidate(key, DISK)] = (
-                    f"step {key[1]} was saved by {size} ranks, and here are {world}: other world sizes are not supported yet"
+                self.bad[item] = (
+                    f"step {item.key[1]} was saved by {size} ranks, and here are {world}: other world sizes are not supported yet"
                 )
-        found = candidates(sorted(in_memory), sorted(on_disk))
+        found = candidates(sorted(in_memory), list(on_disk))
         self.loaded = {}
         self.choice = pick(found, step=chair["step"], bad=self.bad, failed=failed)
         return set_aside(found, self.choice, failed) if self.choice is not None else []
 
+    def spoil(self, wrong: str) -> str:
+        """What was chosen is bad; return that in words."""
+        assert self.choice is not None
+        self.bad[self.choice] = f"step {self.choice.key[1]} ({self.choice.where}) can't be used: {wrong}"
+        return self.bad[self.choice]
+
+    def problems(self) -> list[str]:
+        """Return what is wrong with whatever is there; a message holds only so much."""
+        found = [*self.bad.values(), *self.asks[CHAIR]["left_out"]]
+        more = [f"and {len(found) - _MOST} more"] if len(found) > _MOST else []
+        return [*(text[:2000] for text in found[:_MOST]), *more]
+
     def allows_fresh_start(self) -> bool:
-        """Whether everybody would begin afresh where there is nothing."""
-        return not self.bad and all(ask["fresh"] and ask["step"] is None for ask in self.asks.values())
+        """Whether everybody would begin afresh where there is nothing. What is there and can't be used is not nothing."""
+        return not self.problems() and all(ask["fresh"] and ask["step"] is None for ask in self.asks.values())
 
 
 def _key(item: Iterable[int]) -> Key:
