@@ -20,7 +20,7 @@ import argparse
 import re
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from itertools import chain
@@ -81,6 +81,11 @@ def register_codec(type_: type, encode: Callable[[Any], Any], decode: Callable[[
     _codecs[type_] = Codec(chosen, type_, encode, decode)
 
 
+def have_codecs(types: Collection[type]) -> bool:
+    """Whether a codec is registered for any of these types."""
+    return not _codecs.keys().isdisjoint(types)
+
+
 def codec_named(name: Any) -> Codec:
     """Return the codec of that name. Raises :class:`DecodingError`."""
     for codec in _codecs.values():
@@ -91,7 +96,7 @@ def codec_named(name: Any) -> Codec:
 
 class Writer:
     """Turns a state into bytes. ``keep`` is given every tensor and array, with its path, and returns the bytes that stand in its
-    place, or ``None`` if it is none of its business."""
+    place, or ``None`` if it is none of its business. It is given long lists and dicts too, before they are looked into."""
 
     def __init__(self, keep: Callable[[Any, str], bytes | None]) -> None:
         self._keep = keep
@@ -106,19 +111,21 @@ class Writer:
         act = _WRITTEN.get(kind) or (Writer._coded if kind in _codecs else None)
         if act is not None:
             return self._deeper(act, node, path)
+        kept = self._kept_whole(node, path)
+        return _rare(node, path) if kept is None else kept
+
+    def _kept_whole(self, node: Any, path: str) -> bytes | None:
         kept = self._keep(node, path)
-        if kept is None:
-            return _rare(node, path)
-        self._kept += 1
+        self._kept += kept is not None
         return kept
 
     def _deeper(self, act: Callable[[Writer, Any, str], bytes], node: Any, path: str) -> bytes:
         if self._depth == _MAX_DEPTH:
             raise EncodingError(f"{path}: more than {_MAX_DEPTH} levels, or it contains itself; nothing was saved.")
         if type(node) in _BOXES and len(node) >= _MANY:
-            packed = _packed(node, _MAX_DEPTH - self._depth)
-            if packed is not None:
-                return packed
+            whole = _packed(node, _MAX_DEPTH - self._depth) or self._kept_whole(node, path)
+            if whole is not None:
+                return whole
         self._depth += 1
         found = act(self, node, path)
         self._depth -= 1

@@ -276,6 +276,7 @@ class FlashCheckpoint:
             load=load,
             begin=self._begin,
             timeout=self._restore_timeout,
+            known=self._stager.mapped,
         )
 
     def _begin(self, generation: int) -> None:

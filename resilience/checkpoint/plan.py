@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import groupby
+from operator import attrgetter
 from typing import Any
 
 import numpy
@@ -47,7 +48,8 @@ NAMES = {
 DTYPES = {name: dtype for dtype, name in NAMES.items()}
 _PAIRS = {torch.complex128: "complex128", torch.complex32: "complex32"}
 PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
-_STRIDED = torch.strided
+_FACTS = attrgetter("dtype", "layout", "is_meta", "is_nested")
+_PLAIN_FACTS = frozenset((dtype, torch.strided, False, False) for dtype in NAMES)
 _PLAIN_ARRAYS = (numpy.ndarray, numpy.memmap)  # others, masked ones for instance, are more than their numbers
 
 
@@ -76,11 +78,13 @@ class Collector:
         self._taken = {"__metadata__": 1}  # names; how often each was asked for
 
     def keep(self, node: Any, path: str) -> bytes | None:
-        """Take a tensor or an array; return what stands for it in the values."""
+        """Take a tensor, an array or a dict of tensors; return what stands for it in the values."""
         kept = self._places.get(id(node))
         if kept is not None:
             return kept
-        if type(node) in PLAIN_TENSORS and _is_plain(node):  # nearly always, and there may be very many
+        if type(node) is dict:
+            return self._dict(node, path)
+        if type(node) in PLAIN_TENSORS and _is_plain(node):
             kept = self._plain(node, path, self.owner(node))
         elif isinstance(node, torch.Tensor):
             kept = self._tensor(node, path, self.owner(node))
@@ -109,6 +113,28 @@ class Collector:
         self.found.names.append(name)
         self.found.tensors.append(tensor)
         self.found.owners.append(owner)
+
+    def _dict(self, node: dict[Any, Any], path: str) -> bytes | None:
+        """Take all tensors of a dict at once, in a third of the time that it takes one by one, if none wants a closer look."""
+        tensors, ids = list(node.values()), list(map(id, node.values()))
+        if (
+            not PLAIN_TENSORS.issuperset(map(type, tensors))
+            or encoding.have_codecs(PLAIN_TENSORS)
+            or not _PLAIN_FACTS.issuperset(map(_FACTS, tensors))
+            or set(map(type, node)) != {str}
+            or len(set(ids)) < len(ids)
+            or not self._places.keys().isdisjoint(ids)
+        ):
+            return None
+        names = [f"{path}.{key}" for key in node]
+        if not self._taken.keys().isdisjoint(names) or not "".join(names).isascii():
+            return None
+        self.found.names += names
+        self.found.tensors += tensors
+        self.found.owners += map(self.owner, tensors)
+        self._taken.update(dict.fromkeys(names, 1))
+        self._places.update(zip(ids, map(_reference, names), strict=True))
+        return _references(path, tuple(node))
 
     def _plain(self, tensor: torch.Tensor, path: str, owner: int) -> bytes:
         name = self._name(path)
@@ -162,9 +188,14 @@ def _reference(name: str) -> bytes:
     return encoding.ext(encoding.TENSOR, name.encode())
 
 
+@lru_cache(16)
+def _references(path: str, keys: tuple[str, ...]) -> bytes:
+    return encoding.as_map([(pack(key), _reference(f"{path}.{key}")) for key in keys])
+
+
 def _is_plain(tensor: torch.Tensor) -> bool:
     """Whether safetensors has a type for it, and it has bytes."""
-    return tensor.dtype in NAMES and tensor.layout is _STRIDED and not tensor.is_meta and not tensor.is_nested
+    return _FACTS(tensor) in _PLAIN_FACTS
 
 
 def class_name(tensor: torch.Tensor) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import mmap
 import os
 import time
 import weakref
@@ -137,6 +138,14 @@ class Stager:
             )
         receipt = self.receipts[index] = Receipt(step, lambda: self._standing(index, serial))
         return receipt
+
+    def mapped(self, fd: int) -> mmap.mmap | None:
+        """Return our mapping of the slot that a descriptor stands for, if it is one of ours: a new one costs page faults."""
+        found = os.fstat(fd)
+        for slot in self._slots:
+            if os.path.samestat(os.fstat(slot.fd), found) and slot.nbytes == found.st_size:
+                return slot.map
+        return None
 
     def written(self) -> float:
         """Return how much of what is being written to disk is."""

@@ -264,6 +264,84 @@ def test_many_tensors_in_one_place_have_names_of_their_own() -> None:
     assert len(set(found.names)) == 3_000
 
 
+def plain_tensors() -> dict[Any, Any]:
+    return {str(number): torch.nn.Parameter(torch.full((2,), float(number))) for number in range(40)}
+
+
+def tied() -> dict[Any, Any]:
+    tensors = plain_tensors()
+    return {**tensors, "again": tensors["7"]}
+
+
+LONG: dict[str, Callable[[], dict[Any, Any]]] = {
+    "parameters": plain_tensors,
+    "with a buffer": lambda: {**plain_tensors(), "mean": torch.ones(3), "marked": torch.nn.Buffer(torch.ones(3))},
+    "tied": tied,
+    "by number": lambda: {int(key): tensor for key, tensor in plain_tensors().items()},
+    "by fraction": lambda: {float(key): tensor for key, tensor in plain_tensors().items()},
+    "by truth": lambda: {True: torch.ones(1), **{int(key) + 2: tensor for key, tensor in plain_tensors().items()}},
+    "not ASCII": lambda: {**plain_tensors(), "ä": torch.ones(1)},
+    "not Unicode": lambda: {**plain_tensors(), "\ud800": torch.ones(1)},
+    "with a name that the first has": lambda: {**plain_tensors(), "taken": torch.ones(1)},
+    "with an odd dtype": lambda: {**plain_tensors(), "wide": torch.ones(1, dtype=torch.complex128)},
+    "with a subclass": lambda: {**plain_tensors(), "two": two()},
+    "with a number": lambda: {**plain_tensors(), "epoch": 5},
+    "with an array": lambda: {**plain_tensors(), "counts": numpy.arange(3)},
+    "with a list": lambda: {**plain_tensors(), "more": [torch.ones(2)]},
+    "sparse": lambda: {**plain_tensors(), "s": torch.eye(3).to_sparse()},
+    "meta": lambda: {**plain_tensors(), "m": torch.ones(3, device="meta")},
+    "nested": lambda: {**plain_tensors(), "n": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])},
+    "not there yet": lambda: {**plain_tensors(), "lazy": torch.nn.LazyLinear(3).weight},
+}
+
+
+class OneByOne(Collector):
+    def _dict(self, node: dict[Any, Any], path: str) -> bytes | None:
+        return None
+
+
+@pytest.mark.parametrize("kind", list(LONG))
+def test_long_dict_of_tensors_is_collected_as_if_one_by_one(kind: str) -> None:
+    def outcome(collector: Collector, state: dict[str, Any]) -> Any:
+        collector.owner = lambda tensor: SHARED if isinstance(tensor, torch.nn.Parameter) else LEADER
+        try:
+            values = encoding.encode(state, "state", collector.keep)
+        except EncodingError as error:
+            return str(error)
+        tensors = [(tensor.dtype, tensor.shape, tensor.data_ptr()) for tensor in collector.found.tensors]
+        return values, collector.found.names, tensors, collector.found.owners
+
+    long = LONG[kind]()
+    shared = next(iter(long.values()))
+    states: list[dict[str, Any]] = [
+        {"model": long},
+        {"model": long, "again": long},
+        {"model": long, "one": shared},
+        {"one": shared, "model": long},
+        {"model": long, "model.7": torch.ones(2)},
+        {"model.taken": torch.ones(2), "model": long},
+    ]
+    for state in states:
+        assert outcome(Collector(), state) == outcome(OneByOne(), state)
+
+
+def test_codec_for_tensors_is_asked_in_a_long_dict_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encoding, "_codecs", {})
+    encoding.register_codec(torch.nn.Parameter, lambda tensor: tensor.tolist(), tuple, "parameter")
+    found, values = collected(plain_tensors())
+    assert found.tensors == []
+    assert decode(memoryview(values))["7"] == (7.0, 7.0)
+
+
+def test_value_of_a_codec_that_holds_a_long_dict_of_tensors_waits_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Model:
+        pass
+
+    monkeypatch.setattr(encoding, "_codecs", {})
+    encoding.register_codec(Model, lambda model: plain_tensors(), lambda value: value["7"].tolist(), "model")
+    assert there_and_back([Model()]) == [[7.0, 7.0]]
+
+
 # -- tensors that are made of others ----------------------------------------------------------------------------------
 
 
