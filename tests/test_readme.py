@@ -40,3 +40,12 @@ def test_links_lead_somewhere(page: str) -> None:
     path = ROOT / page if page == "README.md" else ROOT / "docs" / page
     for target in re.findall(r"\]\((?!http)([^)#]+)", path.read_text()):
         assert (path.parent / target).exists(), f"{page}: {target}"
+
+
+def test_tests_that_the_page_on_checkpoints_names_are_there() -> None:
+    page = (ROOT / "docs" / "checkpoint.md").read_text()
+    named = re.findall(r"\| `([\w/]+\.py)::(\w+)` \|", page)
+    assert len(named) == 19
+    for file, test in named:
+        path = ROOT / file if "/" in file else ROOT / "tests" / "checkpoint" / file
+        assert f"def {test}(" in path.read_text(), f"{file}::{test}"

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -555,3 +556,13 @@ def test_snapshots_by_the_clock_are_taken_now_and_then(home: Path, every: timede
 def test_directory_that_can_not_be_made_is_refused_in_words(saver_home: Path) -> None:
     with pytest.raises(CheckpointError, match="/proc/nothing/here can't be used for checkpoints: No such file"):
         FlashCheckpoint("/proc/nothing/here", model=nn.Linear(1, 1))
+
+
+def test_disk_that_has_no_room_for_one_checkpoint_is_said_before_step_0(
+    home: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("resilience.checkpoint.storage.free_bytes", lambda path: 1_000_000)
+    with FlashCheckpoint(home, model=nn.Linear(1000, 1000), disk_every=None):
+        assert re.search(
+            r"checkpoints has 0\.00 GB left, one checkpoint of this node takes about 0\.00 GB", caplog.text
+        )
