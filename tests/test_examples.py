@@ -65,6 +65,36 @@ def test_the_checkpoint_example_learns_the_same_under_every_launcher_and_with_a_
         assert losses[0] in it.log()
 
 
+_DIES = """
+import os, runpy, sys
+from resilience.checkpoint.flash import FlashCheckpoint
+save = FlashCheckpoint.save
+def dying(self, step):
+    receipt = save(self, step)
+    if step == 20:
+        self.wait()
+        os.kill(os.getpid(), 9)
+    return receipt
+FlashCheckpoint.save = dying
+runpy.run_path(sys.argv.pop(1), run_name="__main__")
+"""
+
+
+def test_the_example_of_one_process_ends_the_same_after_a_kill_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
+    script = str(ROOT / "examples" / "checkpoint_single.py")
+
+    def run(folder: str, *words: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, *words, script, str(tmp_path / folder)]
+        return subprocess.run(command, check=False, capture_output=True, text=True, timeout=150)
+
+    straight = run("a").stdout.split(",")[0]
+    assert re.fullmatch(r"loss 0\.\d+ after 48 steps", straight)
+    assert run("b", "-c", _DIES).returncode == -signal.SIGKILL
+    again = run("b").stdout
+    assert again.split(",")[0] == straight
+    assert re.search(r"from step (\d+)", again)[1] in ("20", "21")  # type: ignore[index]
+
+
 def test_the_preemption_example_stops_together_and_goes_on_where_it_stopped(tmp_path: Path) -> None:
     script = [str(ROOT / "examples" / "preemption.py"), str(tmp_path / "checkpoints")]
     ends: list[list[int]] = []
