@@ -75,6 +75,7 @@ def test_ddp_on_two_nodes_with_a_kill_ends_bit_for_bit_like_one_without(
         assert finals(it) == undisturbed
 
 
+@pytest.mark.long
 def test_ddp_on_two_nodes_goes_on_from_the_shared_directory_in_a_new_job(
     tmp_path: Path, undisturbed: dict[int, str]
 ) -> None:
@@ -142,6 +143,7 @@ def test_rank_and_saver_killed_together_cost_no_step_that_was_complete(tmp_path:
         assert "(memory)" in it.logs()
 
 
+@pytest.mark.long
 def test_node_that_is_lost_and_replaced_goes_on_from_what_is_on_disk(tmp_path: Path) -> None:
     """Its memory went with it; what was durable is there for whoever takes its place."""
     with two_nodes(tmp_path, TWO, [SNAPSHOTS, str(tmp_path / "ck"), "150", "64"], DISK_EVERY="5", DT="0.03") as it:
