@@ -131,6 +131,7 @@ def test_what_is_restored_is_what_was_saved_whoever_is_killed_at_whatever_instan
 NODE_OPTIONS = [*OPTIONS, "--ft-node-silence-timeout=5", "--ft-use-infra-group-rank=true"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", range(max(1, ROUNDS // 4)))
 @pytest.mark.timeout(600)
 def test_what_is_restored_on_two_nodes_is_what_was_saved_whoever_is_killed(tmp_path: Path, seed: int) -> None:
