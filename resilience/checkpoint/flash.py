@@ -32,7 +32,7 @@ from resilience.checkpoint.assembly import assemble
 from resilience.checkpoint.attendant import Attendant
 from resilience.checkpoint.ledger import Ledger
 from resilience.checkpoint.link import Link, Place
-from resilience.checkpoint.plan import Collected, Collector
+from resilience.checkpoint.plan import Collected, Collector, Plan
 from resilience.checkpoint.reading import Opened
 from resilience.checkpoint.receipt import Level, Receipt
 from resilience.checkpoint.restore import agree, load_parts
@@ -129,26 +129,24 @@ class FlashCheckpoint:
         known = self._link.come(self._number)
         if not self._place.alone:
             assemble(self._link, self._place, self._restore_timeout)
+        state, values = self._collect()
+        made = plan.make_plan(state, self._place.local_rank, self._place.local_world)
         if known is not None:
-            return Stager(self._place, *known, self._link.generation)
-        need = self._estimate()
+            return Stager(self._place, *known, self._link.generation, made)
+        need = self._estimate(made, len(values))
         memory.check(need * self._number, f"{self._number} slots of {need / 1e9:.2f} GB (rank {self._place.rank})")
         held = make_slots(self._number, need)
         ledger = Ledger.create(self._number, self._place.rank, self._place.world)
-        stager = Stager(self._place, ledger, held, self._link.generation)
+        stager = Stager(self._place, ledger, held, self._link.generation, made)
         self._link.deposit(ledger, held)
         return stager
 
-    def _estimate(self) -> int:
+    def _estimate(self, made: Plan, values: int) -> int:
         """Return how large a slot has to be, optimizer state that is yet to come included."""
         if not self._parts:
             return 1 << 20
-        state, values = self._collect()
-        made = plan.make_plan(state, self._place.local_rank, self._place.local_world)
         missing = memory.missing_optimizer_state(self._parts, self._place.local_world)
-        total = (
-            aligned(made.data_bytes + missing) + aligned(len(made.header) * 4) + aligned(2 * len(values) + (1 << 16))
-        )
+        total = aligned(made.data_bytes + missing) + aligned(len(made.header) * 4) + aligned(2 * values + (1 << 16))
         free = storage.free_bytes(self.directory)
         if free < total * self._place.local_world:
             _LOG.warning(

@@ -52,13 +52,17 @@ os.register_at_fork(after_in_child=_in_child)
 class Stager:
     """The slots of this rank, and what is in them."""
 
-    def __init__(self, place: Place, ledger: Ledger, held: list[Slot], generation: int) -> None:
+    def __init__(self, place: Place, ledger: Ledger, held: list[Slot], generation: int, made: Plan) -> None:
         self.ledger = ledger
         self._place = place
         self._slots = held
         self._generation = generation
-        self._plan: Plan | None = None
+        self._plan = made
         self._targets: dict[int, tuple[int, list[torch.Tensor]]] = {}  # by slot: plan, and views into its memory
+        with garbage.left_alone():  # now, so that the first save takes no longer than the others
+            for index, slot in enumerate(held):
+                if slot.nbytes >= made.data_bytes:
+                    self._targets_in(index, slot, made)
         self._headers: dict[int, int] = {}  # by slot: the plan whose header stands in it
         self.receipts: dict[int, Receipt] = {}  # by slot
         self._skipped = 0
@@ -177,7 +181,7 @@ class Stager:
             slot.close()
 
     def _plan_for(self, state: Collected) -> Plan:
-        if self._plan is None or not self._plan.fits(state):
+        if not self._plan.fits(state):
             self._plan = plan.make_plan(state, self._place.local_rank, self._place.local_world)
         return self._plan
 
