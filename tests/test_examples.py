@@ -70,7 +70,7 @@ import os, runpy, sys
 from resilience.checkpoint.flash import FlashCheckpoint
 save = FlashCheckpoint.save
 def dying(self, step):
-    receipt = save(self, step)
+    receipt = save(self, step, wait=60 if step == 20 else 0)
     if step == 20:
         self.wait()
         os.kill(os.getpid(), 9)
@@ -92,7 +92,7 @@ def test_the_example_of_one_process_ends_the_same_after_a_kill_in_the_middle_of_
     assert run("b", "-c", _DIES).returncode == -signal.SIGKILL
     again = run("b").stdout
     assert again.split(",")[0] == straight
-    assert re.search(r"from step (\d+)", again)[1] in ("20", "21")  # type: ignore[index]
+    assert again.strip().endswith("from step 21")
 
 
 def test_the_preemption_example_stops_together_and_goes_on_where_it_stopped(tmp_path: Path) -> None:
