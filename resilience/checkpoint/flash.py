@@ -85,7 +85,15 @@ class FlashCheckpoint:
     ) -> None:
         if sys.platform != "linux":
             raise UnsupportedPlatform("FlashCheckpoint needs Linux (memfd); use torch.save elsewhere.")
-        options.check(things, replicated, on_save_error, slots)
+        options.check(
+            things,
+            replicated,
+            on_save_error,
+            slots,
+            keep=(keep, 1),
+            keep_every=(keep_every, 0),
+            max_failures=(max_failures, 1),
+        )
         self.directory = Path(directory).absolute()
         self._place = Place.here()
         self._failures_every = mean_time_between_failures or options.DEVICE_FAILS_EVERY / self._place.world
@@ -93,7 +101,7 @@ class FlashCheckpoint:
         if memory_every is None:
             raise ConfigError('memory_every=None: give a number of steps, a timedelta or "auto".')
         self._disk_every = Every.of("disk_every", disk_every)
-        self._restore_timeout = options.seconds(restore_timeout)
+        self._restore_timeout = options.seconds("restore_timeout", restore_timeout)
         self._number = slots
         self._parts: list[Part] = parts_of(things, replicated, rng) if things else []
         self._newest: Receipt | None = None  # of the last save, and of the last one that was not skipped
@@ -117,7 +125,7 @@ class FlashCheckpoint:
             "keep_every": keep_every,
             "memory": astuple(self._memory_every),
             "disk": astuple(self._disk_every),
-            "failures_s": options.seconds(self._failures_every),
+            "failures_s": options.seconds("mean_time_between_failures", self._failures_every),
             "run": self._place.run,
             "facts": {"torch": torch.__version__, "python": sys.version.split()[0]},
         }
@@ -170,7 +178,7 @@ class FlashCheckpoint:
             raise CheckpointError(
                 "nothing to save was given: FlashCheckpoint(directory, model=…), or use save_state(step, state)."
             )
-        return self._save(step, disk, options.seconds(wait), self._collect)
+        return self._save(step, disk, options.seconds("wait", wait), self._collect)
 
     def save_state(self, step: int, state: Any, *, disk: bool | None = None, wait: float | timedelta = 0.0) -> Receipt:
         """Take a snapshot of any nested state of tensors and plain values, as one would give it to ``torch.save``."""
@@ -178,15 +186,14 @@ class FlashCheckpoint:
         @garbage.left_alone()
         def collect() -> tuple[Collected, bytes]:
             collector = Collector()
-            return collector.found, encoding.encode({"state": state}, "state", _Rooted(collector).keep)
+            return collector.found, encoding.encode({"state": state}, "state", plan.Rooted(collector).keep)
 
-        return self._save(step, disk, options.seconds(wait), collect)
+        return self._save(step, disk, options.seconds("wait", wait), collect)
 
     def _save(
         self, step: int, disk: bool | None, wait: float, collect: Callable[[], tuple[Collected, bytes]]
     ) -> Receipt:
-        if self._closed or os.getpid() != self._owner_pid:
-            raise CheckpointError("this FlashCheckpoint is closed, or belongs to another process.")
+        self._refuse_if_closed()
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
             raise CheckpointError(f"save({step!r}): the step must be a whole number from 0 up.")
         self._attendant.hear()
@@ -209,6 +216,10 @@ class FlashCheckpoint:
             self._link.nudge()
         self._newest = receipt
         return receipt
+
+    def _refuse_if_closed(self) -> None:
+        if self._closed or os.getpid() != self._owner_pid:
+            raise CheckpointError("this FlashCheckpoint is closed, or belongs to another process.")
 
     def _await_room(self) -> None:
         self._attendant.look()
@@ -265,6 +276,7 @@ class FlashCheckpoint:
         return states[0]
 
     def _agree(self, step: int | None, load: Callable[[Opened], None], fresh: bool = False) -> int | None:
+        self._refuse_if_closed()
         return agree(
             self._link,
             self._place,
@@ -294,6 +306,7 @@ class FlashCheckpoint:
 
     def latest(self) -> int | None:
         """Return the newest step that is complete in memory, or on disk; ``None`` where there is none."""
+        self._refuse_if_closed()
         seals = [seal for seal in self._stager.ledger.seals() if seal.decision == slots.COMPLETE]
         stored = storage.Directory(self.directory).stored()
         keys = [seal.key for seal in seals] + [item.manifest.key for item in stored[:1]]
@@ -303,8 +316,9 @@ class FlashCheckpoint:
         self, step: int | None = None, level: Level = Level.DURABLE, timeout: float | timedelta = 600.0
     ) -> Receipt:
         """Wait until a save (the newest, or that of ``step``) has come to ``level``; return its receipt, whatever it says then."""
-        receipt = self._find(step)
-        deadline = time.monotonic() + options.seconds(timeout)
+        self._refuse_if_closed()
+        receipt, level = self._find(step), options.level(level)
+        deadline = time.monotonic() + options.seconds("timeout", timeout)
         self._attendant.hear()  # what has failed already need not fail a second time
         failures = self._attendant.failures  # before it is asked for: it may fail at once
         if level == Level.DURABLE and not self._want_on_disk(receipt):
@@ -345,7 +359,7 @@ class FlashCheckpoint:
                 with progress.shown(
                     f"writing step {self._kept.step}", self._stager.written, shows=self._place.rank == 0
                 ):
-                    self._await_end(self._kept, time.monotonic() + options.seconds(timeout))
+                    self._await_end(self._kept, time.monotonic() + options.seconds("timeout", timeout))
         finally:
             self._link.close()
             self._stager.close()
@@ -382,13 +396,3 @@ def leave_at_exit(checkpoint: FlashCheckpoint) -> Callable[[], None]:
 
     atexit.register(leave)
     return leave
-
-
-class _Rooted:
-    """Names the tensors of a plain state without the word ``state`` in front of everything."""
-
-    def __init__(self, collector: Collector) -> None:
-        self._collector = collector
-
-    def keep(self, node: Any, path: str) -> Any | None:
-        return self._collector.keep(node, path.removeprefix("state."))

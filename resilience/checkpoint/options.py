@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from typing import Any
 
+from resilience.checkpoint.receipt import Level
 from resilience.errors import ConfigError, nearest
 
 DEVICE_FAILS_EVERY = timedelta(hours=50_000)  # 419 interruptions in 54 days of 16,384 devices, as published for Llama 3
@@ -24,12 +25,18 @@ _OPTIONS = (
 )
 
 
-def check(things: Mapping[str, Any], replicated: Iterable[str], on_save_error: str, slots: int) -> None:
-    """Raise :class:`ConfigError` for what can't be meant; the message names the nearest that can."""
+def check(
+    things: Mapping[str, Any], replicated: Iterable[str], on_save_error: str, slots: int, **numbers: tuple[Any, int]
+) -> None:
+    """Raise :class:`ConfigError` for what can't be meant; the message names the nearest that can. ``numbers``: by name, with the
+    least that each may be."""
     refuse_what_has_no_state(things)
+    for name, (value, least) in numbers.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ConfigError(f"{name}={value!r}: give a whole number from {least} up.")
     if on_save_error not in ("raise", "warn"):
         raise ConfigError(f'on_save_error={on_save_error!r}: give "raise" or "warn".')
-    if not 2 <= slots <= 8:
+    if not isinstance(slots, int) or not 2 <= slots <= 8:
         raise ConfigError(
             f"slots={slots!r}: give 2 to 8; 3 is what a step in memory, one pending and one to write take."
         )
@@ -38,9 +45,21 @@ def check(things: Mapping[str, Any], replicated: Iterable[str], on_save_error: s
         raise ConfigError(f"replicated={sorted(unknown)}: no such things.{nearest(min(unknown), things)}")
 
 
-def seconds(value: float | timedelta) -> float:
-    """Return a time in seconds."""
-    return value.total_seconds() if isinstance(value, timedelta) else float(value)
+def seconds(name: str, value: float | timedelta) -> float:
+    """Return a time in seconds. Raises :class:`ConfigError` for what is none."""
+    found = value.total_seconds() if isinstance(value, timedelta) else value
+    if isinstance(found, bool) or not isinstance(found, (int, float)) or not found >= 0:
+        raise ConfigError(f"{name}={value!r}: give seconds, or a timedelta, from 0 up.")
+    return float(found)
+
+
+def level(value: Level | str) -> Level:
+    """Return a level that a save can come to, given as itself or by its name. Raises :class:`ConfigError`."""
+    reachable = [item for item in Level if item not in (Level.SKIPPED, Level.FAILED)]
+    if value not in reachable:
+        names = [item.value for item in reachable]
+        raise ConfigError(f"level={value!r}: give one of {', '.join(names)}.{nearest(str(value), names)}")
+    return Level(value)
 
 
 def refuse_what_has_no_state(things: Mapping[str, Any]) -> None:

@@ -47,24 +47,15 @@ def agree(
     gives this process's own mapping of a slot, by a descriptor of it.
     Raises ``NothingToRestore`` if there are some and all of them are bad, ``MisfitError`` if they do not fit.
     """
+    if isinstance(step, bool) or not isinstance(step, int | None):
+        raise CheckpointError(f"restore({step!r}): the step must be a whole number, or None for the newest.")
     question = {"op": "restore", "step": step, "fresh": fresh, "timeout": timeout}
     answer, fds = link.ask(question, timeout=timeout + 10)
     misfit = ""
     while answer.get("found"):
         began, chosen = time.monotonic(), answer
-        wrong, opened = "", None
-        try:
-            with garbage.left_alone():
-                opened = _open(answer, fds, place, known)
-                load(opened)
-                wrong = opened.check.wrong()
-        except MisfitError as error:
-            misfit = wrong = str(error)
-        except Exception as error:  # a script's own code is given what may be damaged, and raises what it likes
-            wrong = _damage(opened)
-            if not wrong and not isinstance(error, _BAD):
-                raise
-            wrong = wrong or (str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}")
+        wrong, unfit = _tried(lambda answer=answer, fds=fds: _open(answer, fds, place, known), load)  # type: ignore[misc]
+        misfit = wrong if unfit else misfit
         answer, fds = link.ask({"op": "loaded", "wrong": wrong[:4000]}, timeout=timeout + 10)
         if answer.get("go"):
             took = time.monotonic() - began
@@ -82,6 +73,25 @@ def agree(
     if fresh and step is None:
         begin(int(answer["generation"]))
     return None
+
+
+def _tried(open_it: Callable[[], Opened], load: Callable[[Opened], None]) -> tuple[str, bool]:
+    """Open a snapshot and load it; return what is wrong with it, or an empty text, and whether it does not fit."""
+    opened = None
+    try:
+        with garbage.left_alone():
+            opened = open_it()
+            load(opened)
+            return opened.check.wrong(), False
+    except MisfitError as error:
+        return str(error), True
+    except Exception as error:  # a script's own code is given what may be damaged, and raises what it likes
+        damage = _damage(opened)
+        if not damage and not isinstance(error, _BAD):
+            raise
+        return damage or (
+            str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+        ), False
 
 
 def _damage(opened: Opened | None) -> str:

@@ -566,3 +566,38 @@ def test_disk_that_has_no_room_for_one_checkpoint_is_said_before_step_0(
         assert re.search(
             r"checkpoints has 0\.00 GB left, one checkpoint of this node takes about 0\.00 GB", caplog.text
         )
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"keep": "x"}, "keep='x': give a whole number from 1 up"),
+        ({"keep": 0}, "keep=0: give a whole number from 1 up"),
+        ({"keep_every": -1}, "keep_every=-1"),
+        ({"max_failures": 2.5}, "max_failures=2.5"),
+        ({"slots": "3"}, "slots='3': give 2 to 8"),
+        ({"restore_timeout": "soon"}, "restore_timeout='soon': give seconds"),
+        ({"mean_time_between_failures": timedelta(-1)}, "mean_time_between_failures"),
+    ],
+)
+def test_option_that_can_not_be_meant_is_refused_before_anything_is_made(
+    home: Path, options: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        FlashCheckpoint(home, model=nn.Linear(1, 1), **options)
+    assert not home.exists()
+
+
+def test_nonsense_in_a_call_is_refused_at_once(home: Path) -> None:
+    checkpoint = FlashCheckpoint(home, disk_every=None)
+    checkpoint.save_state(1, {})
+    with pytest.raises(ConfigError, match="wait=-1: give seconds"):
+        checkpoint.save_state(2, {}, wait=-1)
+    with pytest.raises(ConfigError, match="Did you mean 'DURABLE'"):
+        checkpoint.wait(level="DURABEL")  # type: ignore[arg-type]
+    with pytest.raises(CheckpointError, match="must be a whole number, or None"):
+        checkpoint.load_state("x")  # type: ignore[arg-type]
+    checkpoint.close()
+    for call in (lambda: checkpoint.save_state(3, {}), checkpoint.load_state, checkpoint.wait, checkpoint.latest):
+        with pytest.raises(CheckpointError, match="is closed"):
+            call()
