@@ -104,7 +104,7 @@ def test_seal_that_points_outside_of_its_slot_is_refused(
     written = persist(part(directory, slot, wild))
     assert "step 7 could not be written" in written.why
     assert "outside of its slot" in written.why
-    assert directory.stored() == []
+    assert list(directory.path.iterdir()) == []
 
 
 def test_files_that_are_none_are_never_committed(directory: Directory, slot: Slot, seal: Seal) -> None:

@@ -2,7 +2,8 @@
 
 1) ``hello``    (rank) who it is and where it saves; gets its generation, and its memory if the saver has it already
 2) ``deposit``  (rank) its memory, where the saver had none; the saver passes it on to the launcher, which keeps it too
-3) ``restore``, ``loaded``  (rank) see :mod:`restoring`
+3) ``chair``, ``attend``, ``begun``  (rank) how savers of several nodes meet, see :mod:`assembly`; ``restore``, ``loaded``
+                (rank) see :mod:`restoring`
 4) ``failures`` (rank) what went wrong in the background since it last asked
 5) ``bye``      (rank) it is done; everything complete is to be durable
 6) ``secure``   (launcher) a cycle ended: everything complete is to be durable
