@@ -10,6 +10,7 @@ With ``--no-python`` there is no trampoline: the first process of the rank that 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import faulthandler
 import os
@@ -18,12 +19,14 @@ import sys
 from time import monotonic_ns
 
 from resilience import config
-from resilience.pulse import channel
+from resilience.pulse import channel, leaving
 from resilience.pulse.page import FLAG_ATTACHED, W_ATTACHED, W_FLAGS, W_PID, Page
 
 STACK_SIGNAL: int = getattr(signal, "SIGRTMIN", 34) + 3
 _ATTACH_DEADLINE_S = 10.0
 _HIGH_FD = 500
+
+atexit.register(leaving.let_native_threads_rest)
 
 
 class _Attached:
