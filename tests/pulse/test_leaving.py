@@ -8,6 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -32,10 +33,14 @@ class NativeThread:
         self._start = self._libc.mmap(None, self._size, mmap.PROT_READ, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
         for piece in range(PIECES):
             at = self._start + piece * PIECE
-            assert self._libc.mmap(at, PIECE, mmap.PROT_READ, mmap.MAP_SHARED | 0x10, memory, 0) == at  # 0x10: MAP_FIXED
+            assert (
+                self._libc.mmap(at, PIECE, mmap.PROT_READ, mmap.MAP_SHARED | 0x10, memory, 0) == at
+            )  # 0x10: MAP_FIXED
         os.close(memory)
         self._id = ctypes.c_ulong()
-        assert not self._libc.pthread_create(ctypes.byref(self._id), None, self._libc.strlen, ctypes.c_void_p(self._start))
+        assert not self._libc.pthread_create(
+            ctypes.byref(self._id), None, self._libc.strlen, ctypes.c_void_p(self._start)
+        )
         self._joined = False
 
     def has_ended(self) -> bool:
@@ -55,7 +60,9 @@ def thread() -> Iterator[NativeThread]:
     thread.close()
 
 
-def test_the_end_waits_for_a_native_thread_that_is_running(thread: NativeThread, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_end_waits_for_a_native_thread_that_is_running(
+    thread: NativeThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "torch", sys)
     monkeypatch.setattr(leaving, "_PATIENCE_S", 60.0)
     assert not thread.has_ended()
@@ -79,9 +86,9 @@ def test_it_does_not_wait_where_torch_was_never_imported(thread: NativeThread, m
 def test_threads_that_sleep_are_not_waited_for() -> None:
     libc = ctypes.CDLL(None)
     sleeper = ctypes.c_ulong()
-    before = set(os.listdir("/proc/self/task"))
+    before = {task.name for task in Path("/proc/self/task").iterdir()}
     assert not libc.pthread_create(ctypes.byref(sleeper), None, libc.sleep, ctypes.c_void_p(1))
-    new = (set(os.listdir("/proc/self/task")) - before).pop()
+    new = ({task.name for task in Path("/proc/self/task").iterdir()} - before).pop()
     while leaving._state(new) == "R":  # until it has come to its sleep
         time.sleep(0.001)
     assert leaving._state(new) == "S"
