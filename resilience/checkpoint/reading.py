@@ -205,6 +205,10 @@ class Check:
             where_exactly = f"{where}, bytes {start} to {end}"
             self._answers.append(self._pool.submit(_compare, data[start:end], known, where_exactly))
 
+    def fraction(self) -> float:
+        """Return how much has been checked, between 0 and 1."""
+        return sum(answer.done() for answer in self._answers) / max(1, len(self._answers))
+
     def wrong(self) -> str:
         """Wait for everything; return what is wrong, or an empty text. Raises what came in the way of checking."""
         self._pool.shutdown()

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from resilience.checkpoint import garbage, reading, storage
+from resilience.checkpoint import garbage, progress, reading, storage
 from resilience.checkpoint.link import Link, Place
 from resilience.checkpoint.reading import Opened
 from resilience.checkpoint.state import Part
@@ -54,7 +54,8 @@ def agree(
     misfit = ""
     while answer.get("found"):
         began, chosen = time.monotonic(), answer
-        wrong, unfit = _tried(lambda answer=answer, fds=fds: _open(answer, fds, place, known), load)  # type: ignore[misc]
+        what = f"restoring step {answer['step']} from {answer['found']}" if place.rank == 0 else ""
+        wrong, unfit = _tried(lambda answer=answer, fds=fds: _open(answer, fds, place, known), load, what)  # type: ignore[misc]
         misfit = wrong if unfit else misfit
         answer, fds = link.ask({"op": "loaded", "wrong": wrong[:4000]}, timeout=timeout + 10)
         if answer.get("go"):
@@ -75,11 +76,18 @@ def agree(
     return None
 
 
-def _tried(open_it: Callable[[], Opened], load: Callable[[Opened], None]) -> tuple[str, bool]:
-    """Open a snapshot and load it; return what is wrong with it, or an empty text, and whether it does not fit."""
-    opened = None
+def _tried(open_it: Callable[[], Opened], load: Callable[[Opened], None], what: str) -> tuple[str, bool]:
+    """Open a snapshot and load it; return what is wrong with it, or an empty text, and whether it does not fit.
+
+    ``what`` is shown to a person who waits for it, if it is not empty.
+    """
+    opened: Opened | None = None
+
+    def fraction() -> float:
+        return opened.check.fraction() if opened is not None else 0.0
+
     try:
-        with garbage.left_alone():
+        with garbage.left_alone(), progress.shown(what, fraction, shows=bool(what)):
             opened = open_it()
             load(opened)
             return opened.check.wrong(), False

@@ -190,14 +190,16 @@ class Stager:
         slot = self._slots[index]
         if slot.nbytes < nbytes:
             self._targets.pop(index, None)
-            self._headers.pop(index, None)
+            level = logging.INFO if self._headers.pop(index, None) is None else logging.WARNING  # INFO: nobody had planned it
             if cuda.is_used():
                 cuda.unpin(slot.map)
             slot.grow(nbytes)
             if cuda.is_used():
                 cuda.pin(slot.map)
             gigabytes = slot.nbytes / 1e9
-            _LOG.warning("the state has grown: slot %s has %.2f GB now (rank %s).", index, gigabytes, self._place.rank)
+            _LOG.log(
+                level, "the state has grown: slot %s has %.2f GB now (rank %s).", index, gigabytes, self._place.rank
+            )
         if self._headers.get(index) != made.id:
             at = aligned(made.data_bytes)
             slot.map[at : at + len(made.header)] = made.header

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import io
 import threading
+from pathlib import Path
 
 import pytest
+import torch
 
 from resilience.checkpoint import progress
+from resilience.checkpoint.flash import FlashCheckpoint
 
 
 class Screen(io.StringIO):
@@ -56,3 +59,17 @@ def test_what_is_quick_and_what_other_ranks_do_is_not_shown(monkeypatch: pytest.
     with progress.shown("rank 1", lambda: 0.0, shows=False):
         pass
     assert terminal.getvalue() == ""
+
+
+@pytest.mark.spawns
+def test_person_who_waits_for_a_restore_sees_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with FlashCheckpoint(tmp_path) as checkpoint:
+        checkpoint.save_state(3, {"weight": torch.arange(1 << 20)})
+    monkeypatch.setattr(progress, "_PATIENCE_S", 0.0)
+    monkeypatch.setattr(progress, "_EVERY_S", 0.001)
+    terminal = Screen(True)
+    monkeypatch.setattr("sys.stderr", terminal)
+    with FlashCheckpoint(tmp_path) as checkpoint:
+        assert int(checkpoint.load_state()["weight"][-1]) == (1 << 20) - 1
+    shown = [line for line in terminal.getvalue().split("\r\x1b[K") if "restoring" in line]
+    assert shown[-1].startswith(f"restoring step 3 from disk [{'#' * 30}] 100%")
