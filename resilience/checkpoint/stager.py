@@ -190,13 +190,14 @@ class Stager:
         slot = self._slots[index]
         if slot.nbytes < nbytes:
             self._targets.pop(index, None)
-            level = logging.INFO if self._headers.pop(index, None) is None else logging.WARNING  # INFO: nobody had planned it
+            was_planned = self._headers.pop(index, None) is not None
             if cuda.is_used():
                 cuda.unpin(slot.map)
             slot.grow(nbytes)
             if cuda.is_used():
                 cuda.pin(slot.map)
             gigabytes = slot.nbytes / 1e9
+            level = logging.WARNING if was_planned else logging.INFO
             _LOG.log(
                 level, "the state has grown: slot %s has %.2f GB now (rank %s).", index, gigabytes, self._place.rank
             )
