@@ -48,7 +48,11 @@ class Vault:
     def _start(self) -> None:
         self._number += 1
         ours, theirs = channel.pair()
+        ours.setblocking(False)
+        estate = [({**message, "op": "vault"}, tuple(fds)) for message, fds in self._held.values()]
+        estate += [(message, ()) for message in self._rounds.values()]
         try:
+            left = _handed_over(ours, estate)  # before it runs: what is on its way is there even if we die now
             self._process = hire.start(self._path, theirs)
         except Exception:
             ours.close()
@@ -57,12 +61,8 @@ class Vault:
             theirs.close()
         self._sock = ours
         self._selector.register(ours, selectors.EVENT_READ, self._hear)
-        for message, fds in self._held.values():
-            with contextlib.suppress(OSError):
-                channel.send(ours, {**message, "op": "vault"}, tuple(fds))
-        for message in self._rounds.values():
-            with contextlib.suppress(OSError):
-                channel.send(ours, message)
+        ours.setblocking(True)
+        _handed_over(ours, left)
         ours.setblocking(False)
 
     def _hear(self, sock: socket.socket) -> None:
@@ -136,3 +136,13 @@ class Vault:
         _LOG.warning(
             "not waiting for the saver (pid %s) any longer; it ends when the last snapshot is on disk.", process.pid
         )
+
+
+def _handed_over(sock: socket.socket, estate: list[tuple[dict[str, Any], tuple[int, ...]]]) -> list[Any]:
+    """Send what was deposited, in order; return what did not fit."""
+    for number, (message, fds) in enumerate(estate):
+        try:
+            channel.send(sock, message, fds)
+        except OSError:  # full; or it died again, and the next one is given all of it
+            return estate[number:]
+    return []

@@ -18,10 +18,12 @@ TWO = ["--nproc-per-node=2", "--max-restarts=2"]
 SNAPSHOTS = str(WORKLOADS / "snapshots.py")
 
 
+def savers_of(it: Job) -> list[int]:
+    return [pid for pid in it.family() if "checkpoint/saver" in command_line(pid)]
+
+
 def saver_of(it: Job) -> int:
-    found: list[int] = wait_for(
-        lambda: [pid for pid in it.family() if "checkpoint/saver" in command_line(pid)], "the saver"
-    )
+    found: list[int] = wait_for(lambda: savers_of(it), "the saver")
     return found[0]
 
 
@@ -123,6 +125,22 @@ def test_saver_alone_makes_durable_what_was_complete_when_the_launcher_is_killed
         step = steps_on_disk(tmp_path / "ck")[0]  # there may be two: the ranks do not die at the same moment
         acknowledged = [int(note[1][9:]) for rank in range(2) for note in it.notes(rank) if "complete-" in note[1]]
         assert step >= max(acknowledged)
+
+
+def test_saver_that_has_hardly_begun_has_the_memory_when_the_launcher_is_killed_too(tmp_path: Path) -> None:
+    script = [SNAPSHOTS, str(tmp_path / "ck"), "100000", "64"]
+    with job(tmp_path, TWO, script, {"DISK_EVERY": "1000000"}) as it:
+        it.await_note(0, "complete-10")
+        first = saver_of(it)
+        os.kill(first, signal.SIGKILL)
+        second = wait_for(lambda: next((pid for pid in savers_of(it) if pid != first), None), "another saver")
+        os.kill(second, signal.SIGSTOP)  # as on a busy host: it imports, and has read nothing yet
+        os.kill(it.pid, signal.SIGKILL)
+        wait_for(lambda: it.family() == [second], "all others to be gone", 60)
+        os.kill(second, signal.SIGCONT)
+        wait_for(lambda: not it.family(), "everybody to end, the saver last", 60)
+        acknowledged = [int(note[1][9:]) for rank in range(2) for note in it.notes(rank) if "complete-" in note[1]]
+        assert steps_on_disk(tmp_path / "ck")[0] >= max(acknowledged)
 
 
 def test_checkpoint_that_two_restarts_failed_from_is_set_aside(tmp_path: Path) -> None:

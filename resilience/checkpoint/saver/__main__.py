@@ -11,7 +11,8 @@ def main() -> None:
     settings = json.loads(sys.argv[1])
     sys.path[:] = settings["path"]  # what our starter imports from; nothing else of its environment matters
 
-    import logging  # noqa: PLC0415 - only now there is a path
+    import contextlib  # noqa: PLC0415 - only now there is a path
+    import logging  # noqa: PLC0415
     import os  # noqa: PLC0415
     import signal  # noqa: PLC0415
     import socket  # noqa: PLC0415
@@ -28,7 +29,8 @@ def main() -> None:
     saver = Saver(settings["socket"], launcher, settings["deadline"])
     signal.signal(signal.SIGTERM, lambda *_: saver.end_soon())
     if settings["ready"] >= 0:
-        os.write(settings["ready"], b"1")
+        with contextlib.suppress(BrokenPipeError):  # whoever started us is gone already: all the more reason to go on
+            os.write(settings["ready"], b"1")
         os.close(settings["ready"])
     saver.run()
 
