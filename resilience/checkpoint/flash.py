@@ -142,7 +142,8 @@ class FlashCheckpoint:
         if known is not None:
             return Stager(self._place, *known, self._link.generation, made)
         need = self._estimate(made, len(values))
-        memory.check(need * self._number, f"{self._number} slots of {need / 1e9:.2f} GB (rank {self._place.rank})")
+        what = f"{self._number} slots of {need / 1e9:.2f} GB (rank {self._place.rank})"
+        memory.check(need * self._number, what, self._link.announce)
         held = make_slots(self._number, need)
         ledger = Ledger.create(self._number, self._place.rank, self._place.world)
         stager = Stager(self._place, ledger, held, self._link.generation, made)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +22,20 @@ class NotEnoughMemory(CheckpointError):  # noqa: N818 - reads as what it is
     """The slots do not fit into what this machine or this control group has left."""
 
 
-def check(nbytes: int, what: str) -> None:
-    """Raise :class:`NotEnoughMemory` if ``nbytes`` more are more than there is."""
-    left, whose = available()
-    if nbytes > left:
+def check(nbytes: int, what: str, announce: Callable[[int, int], tuple[int, int]]) -> None:
+    """Raise :class:`NotEnoughMemory` if ``nbytes`` more are more than there is.
+
+    ``announce`` is told how many are wanted and how many are left; it returns how many were left before the ranks of this node
+    began to take theirs, and how many the others want.
+    """
+    now, whose = available()
+    before, others = announce(nbytes, now)
+    left = now if nbytes > now else before
+    if nbytes > now or nbytes + others > before:
+        beside = f" beside {others / 1e9:.2f} GB for other ranks of this node" if others else ""
         raise NotEnoughMemory(
-            f"the snapshot memory needs {nbytes / 1e9:.2f} GB for {what}, and {whose} has {left / 1e9:.2f} GB left. Nothing was "
-            "allocated. Give it more memory, or fewer slots (slots=2)."
+            f"the snapshot memory needs {nbytes / 1e9:.2f} GB for {what}{beside}, and {whose} has {left / 1e9:.2f} GB left. Nothing "
+            "was allocated. Give it more memory, or fewer slots (slots=2)."
         )
 
 

@@ -16,6 +16,7 @@ from resilience.checkpoint.saver.book import Book
 from resilience.checkpoint.saver.member import Member
 from resilience.checkpoint.saver.reception import Reception
 from resilience.checkpoint.saver.roll import Cycle
+from resilience.checkpoint.saver.rooms import Rooms
 from resilience.checkpoint.storage import DirectoryInUse
 from resilience.errors import CheckpointError
 from resilience.pulse import channel
@@ -47,6 +48,7 @@ class Desk:
         self._server = server
         self._callers: list[Caller] = []
         self.reception = Reception()
+        self._rooms = Rooms()
         saver.selector.register(server, selectors.EVENT_READ, lambda _: self._accept())
 
     def close(self) -> None:
@@ -87,6 +89,7 @@ class Desk:
         self._saver.selector.unregister(caller.sock)
         caller.sock.close()
         self._callers.remove(caller)
+        self._rooms.through(id(caller))
 
     def _tell(self, caller: Caller, message: dict[str, Any], fds: tuple[int, ...] = ()) -> None:
         with contextlib.suppress(OSError):
@@ -99,7 +102,10 @@ class Desk:
             return
         if caller.book is None:
             raise ValueError("say hello first")
-        if op == "deposit":
+        if op == "room":
+            left, others = self._rooms.announce(id(caller), int(message["need"]), int(message["left"]))
+            self._tell(caller, {"left": left, "others": others})
+        elif op == "deposit":
             self._deposit(caller, fds)
         elif op == "restore":
             self.reception.ask(caller.book, caller.rank, message, lambda *words: self._tell(caller, *words))
@@ -164,6 +170,7 @@ class Desk:
         assert caller.book is not None
         member = Member(caller.rank, Ledger(fds[0]), [Slot(fd) for fd in fds[1:]])
         caller.book.deposit(member)
+        self._rooms.through(id(caller))
         self._joined(caller, member)
         self._saver.pass_on(caller.book, member, caller.options)
         self._tell(caller, {"ok": True})

@@ -1,7 +1,8 @@
 """The saver's loop: hears ranks and launcher, keeps the books, has the clerk write, and ends when there is nothing left to do.
 
 1) ``hello``    (rank) who it is and where it saves; gets its generation, and its memory if the saver has it already
-2) ``deposit``  (rank) its memory, where the saver had none; the saver passes it on to the launcher, which keeps it too
+2) ``room``     (rank) how much memory it is about to take; ``deposit``: that memory; the saver passes it on to the launcher, which
+                keeps it too
 3) ``chair``, ``attend``, ``begun``  (rank) how savers of several nodes meet, see :mod:`assembly`; ``restore``, ``loaded``
                 (rank) see :mod:`restoring`
 4) ``failures`` (rank) what went wrong in the background since it last asked
