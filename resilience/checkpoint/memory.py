@@ -34,8 +34,8 @@ def check(nbytes: int, what: str, announce: Callable[[int, int], tuple[int, int]
     if nbytes > now or nbytes + others > before:
         beside = f" beside {others / 1e9:.2f} GB for other ranks of this node" if others else ""
         raise NotEnoughMemory(
-            f"the snapshot memory needs {nbytes / 1e9:.2f} GB for {what}{beside}, and {whose} has {left / 1e9:.2f} GB left. Nothing "
-            "was allocated. Give it more memory, or fewer slots (slots=2)."
+            f"the snapshot memory needs {nbytes / 1e9:.2f} GB for {what}{beside}, and {whose} has {left / 1e9:.2f} GB left. "
+            "Nothing was allocated. Give it more memory, or fewer slots (slots=2)."
         )
 
 

@@ -9,7 +9,9 @@ import resilience
 from resilience.checkpoint import flash, memory
 
 memory.available = lambda: (50_000_000, "a machine of this test")
-flash.make_slots = lambda number, nbytes: time.sleep(60)  # it takes long where there is much of it: the other one comes meanwhile
+flash.make_slots = lambda number, nbytes: time.sleep(
+    60
+)  # it takes long where there is much of it: the other one comes meanwhile
 
 
 @resilience.record

@@ -96,38 +96,42 @@ class Desk:
             channel.send(caller.sock, message, fds)
 
     def _answer(self, caller: Caller, message: dict[str, Any], fds: list[int]) -> None:
-        op = message.get("op")
+        op = str(message.get("op"))
         if op == "hello":
             self._hello(caller, message)
             return
-        if caller.book is None:
+        book = caller.book
+        if book is None:
             raise ValueError("say hello first")
+        if op == "deposit":
+            self._deposit(caller, book, fds)
+        elif op == "restore":
+            self.reception.ask(book, caller.rank, message, lambda *words: self._tell(caller, *words))
+        elif op == "loaded":
+            self.reception.loaded(book, caller.rank, str(message.get("wrong", "")))
+        else:
+            self._tell(caller, self._reply(caller, book, op, message))
+
+    def _reply(self, caller: Caller, book: Book, op: str, message: dict[str, Any]) -> dict[str, Any]:
+        """Return the answer to what can be answered at once."""
         if op == "room":
             left, others = self._rooms.announce(id(caller), int(message["need"]), int(message["left"]))
-            self._tell(caller, {"left": left, "others": others})
-        elif op == "deposit":
-            self._deposit(caller, fds)
-        elif op == "restore":
-            self.reception.ask(caller.book, caller.rank, message, lambda *words: self._tell(caller, *words))
-        elif op == "loaded":
-            self.reception.loaded(caller.book, caller.rank, str(message.get("wrong", "")))
-        elif op == "failures":
-            news = caller.book.failures[caller.heard_failures :]
-            caller.heard_failures = len(caller.book.failures)
-            self._tell(caller, {"failures": [text[:2000] for text in news[-8:]], "more": max(0, len(news) - 8)})
-        elif op == "here":
-            self._tell(caller, {"ok": True})
-        elif op == "secure":
-            self._tell(caller, {"coming": caller.book.secure_step(int(message["step"]))})
-        elif op in ("chair", "attend", "begun"):
-            self._tell(caller, self._assemble(caller.book, op, message))
-        elif op == "bye":
-            caller.book.roll.members[caller.rank].said_bye = True
-            if caller.book.is_done():
-                caller.book.say_bye()
-            self._tell(caller, {"ok": True})
-        else:
+            return {"left": left, "others": others}
+        if op == "failures":
+            news = book.failures[caller.heard_failures :]
+            caller.heard_failures = len(book.failures)
+            return {"failures": [text[:2000] for text in news[-8:]], "more": max(0, len(news) - 8)}
+        if op == "secure":
+            return {"coming": book.secure_step(int(message["step"]))}
+        if op in ("chair", "attend", "begun"):
+            return self._assemble(book, op, message)
+        if op == "bye":
+            book.roll.members[caller.rank].said_bye = True
+            if book.is_done():
+                book.say_bye()
+        elif op != "here":
             raise ValueError(f"unknown request {op!r}")
+        return {"ok": True}
 
     # -- coming -----------------------------------------------------------------------------------------------------
 
@@ -166,13 +170,12 @@ class Desk:
             caller.book is not None and caller.heard_failures < len(caller.book.failures) for caller in self._callers
         )
 
-    def _deposit(self, caller: Caller, fds: list[int]) -> None:
-        assert caller.book is not None
+    def _deposit(self, caller: Caller, book: Book, fds: list[int]) -> None:
         member = Member(caller.rank, Ledger(fds[0]), [Slot(fd) for fd in fds[1:]])
-        caller.book.deposit(member)
+        book.deposit(member)
         self._rooms.through(id(caller))
         self._joined(caller, member)
-        self._saver.pass_on(caller.book, member, caller.options)
+        self._saver.pass_on(book, member, caller.options)
         self._tell(caller, {"ok": True})
 
     def _assemble(self, book: Book, op: str, message: dict[str, Any]) -> dict[str, Any]:
