@@ -4,6 +4,9 @@ They are bound neither by the size of /dev/shm nor by its mount options, and are
 (a changed structure), never shrink. It is faulted in when it is made and populated again by every process that maps it: the first
 copy through fresh pages is 20 to 40 times slower, through a fresh mapping still 5 times.
 
+Hazard: a forked child has the objects and the descriptors, not the mappings (MADV_DONTFORK), and soon other memory at their
+addresses. :func:`forget_slots` is what it has to call.
+
 Hazard: never open a slot through ``multiprocessing.shared_memory``; before Python 3.13 its tracker unlinks the segment when the
 first attaching process exits (cpython #82300).
 """
@@ -11,15 +14,22 @@ first attaching process exits (cpython #82300).
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import mmap
 import os
+import weakref
+from collections.abc import Iterable
 
 from resilience.checkpoint.ledger import seal_size
 from resilience.checkpoint.shards import aligned
 
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; not in Python's mmap yet
 _HUGE = 2 << 20
+_File = tuple[int, int]  # device and inode
+_mapped: weakref.WeakKeyDictionary[mmap.mmap, _File] = (
+    weakref.WeakKeyDictionary()
+)  # whatever still lives, closed or not
 
 
 class Slot:
@@ -79,6 +89,7 @@ class Slot:
     def _advised(self, nbytes: int, flags: int) -> mmap.mmap:
         access = mmap.PROT_READ | (mmap.PROT_WRITE if self._writable else 0)
         found = mmap.mmap(self.fd, nbytes, mmap.MAP_SHARED | flags, access)
+        _mapped[found] = _file(self.fd)
         with contextlib.suppress(OSError):
             found.madvise(mmap.MADV_DONTFORK)  # loader workers must not keep it
         if nbytes >= _HUGE:
@@ -98,3 +109,35 @@ def make_slots(number: int, nbytes: int) -> list[Slot]:
             slot.close()
         raise
     return made
+
+
+def forget_slots(others: Iterable[tuple[int, object]] = ()) -> None:
+    """Let go of all slots in a forked child, and of ``others``: descriptors, and what maps them.
+
+    Every descriptor of them is closed, the copy that each map keeps included. The maps themselves stay, unused and for good: one
+    that went would unmap whatever of the child's is at its address by then, and close whatever has the number of its copy.
+    """
+    kept: list[object] = [*_mapped]
+    files = set(_mapped.values())
+    _mapped.clear()
+    for fd, holder in others:
+        kept.append(holder)
+        with contextlib.suppress(OSError):
+            files.add(_file(fd))
+    for holder in kept:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(holder))  # a list would let them go when the interpreter ends
+    if files:
+        _close_all(files)
+
+
+def _close_all(files: set[_File]) -> None:
+    """Close every descriptor of these files that this process has."""
+    for name in os.listdir("/proc/self/fd"):  # noqa: PTH208 - in every loader worker: no object per descriptor
+        with contextlib.suppress(OSError):  # that of the listing itself
+            if _file(int(name)) in files:
+                os.close(int(name))
+
+
+def _file(fd: int) -> _File:
+    found = os.fstat(fd)
+    return found.st_dev, found.st_ino

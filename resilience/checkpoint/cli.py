@@ -7,24 +7,35 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import signal
 import sys
 import time
-import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from resilience.checkpoint import digest, hire, shards, storage
 from resilience.checkpoint.manifest import File
 from resilience.checkpoint.storage import Directory, Stored, in_words
 from resilience.errors import CheckpointError
 
-if TYPE_CHECKING:
-    from resilience.checkpoint.reading import Opened
+_NOBODY_READS = 128 + signal.SIGPIPE  # what a shell says of a program that SIGPIPE ended
 
 
 def main(argv: list[str]) -> int:
     """Run the command; return the exit code: 1 when something is wrong with a checkpoint."""
+    try:
+        try:
+            return _run(argv)
+        finally:
+            sys.stdout.flush()  # here, where it can be told: at the end of Python it would be a traceback
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left in there is flushed once more
+        return _NOBODY_READS
+
+
+def _run(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="resilience checkpoint", description="Look after checkpoints.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="list|show|verify|export|prune")
 
@@ -48,6 +59,14 @@ def main(argv: list[str]) -> int:
                 "--format", choices=["safetensors", "torch", "dcp"], help="(default: by the target's name)"
             )
             made.add_argument("--rank", type=int, default=0, help="whose own state to take (default: 0)")
+            made.add_argument(
+                "--import",
+                dest="modules",
+                metavar="MODULE",
+                action="append",
+                default=[],
+                help="import this module first: one that registers codecs, or has enums that were saved (may be repeated)",
+            )
     made = command("prune", "remove all but the newest checkpoints", prune)
     made.add_argument("--keep", type=int, required=True, help="how many stay")
     made.add_argument("--keep-every", type=int, default=0, help="steps that stay for good: every so many")
@@ -91,7 +110,7 @@ def list_all(args: argparse.Namespace) -> int:
 
 def show(args: argparse.Namespace) -> int:
     """Print what is in a checkpoint."""
-    from resilience.checkpoint.reading import Ref, open_disk  # noqa: PLC0415 - needs torch
+    from resilience.checkpoint.reading import Ref  # noqa: PLC0415 - needs torch
 
     item = _chosen(args)
     it = item.manifest
@@ -103,13 +122,27 @@ def show(args: argparse.Namespace) -> int:
             _say(f"  rank {file.rank}  {piece.name}  {piece.dtype} {list(piece.whole)}{part}")
 
     def plain(value: Any) -> str:
-        return f"<{value.name}>" if isinstance(value, Ref) else repr(value)
+        if not isinstance(value, Ref):
+            return repr(value)
+        return f"<{value.name}>" if value.name else f"<made by the codec {value.form[1]!r}>"
 
-    values = open_disk(item.path, it, 0).values
+    values = _values(item, 0)
     for name, value in values.items() if isinstance(values, dict) else [("state", values)]:
         text = json.dumps(_shortened(value), default=plain, skipkeys=True, ensure_ascii=False)
         _say(f"  values of rank 0  {name}  {text}")
     return 0
+
+
+def _values(item: Stored, rank: int) -> Any:
+    """Return the values of a rank, as far as they can be read without the training script's code. No tensor is read."""
+    from resilience.checkpoint import decoding, reading  # noqa: PLC0415
+
+    file = next(file for file in item.manifest.values if file.rank == rank)
+    data = memoryview((item.path / file.name).read_bytes())
+    if digest.digests(data, file.chunk) != list(file.digests):
+        raise CheckpointError(f"{item.path / file.name}: a digest is wrong.")
+    with decoding.looks_only():
+        return reading.decode(data)
 
 
 def _shortened(value: Any, most: int = 8) -> Any:
@@ -171,64 +204,18 @@ def _progress(what: str, done: int, total: int) -> None:
 
 def export(args: argparse.Namespace) -> int:
     """Write a checkpoint in another form."""
-    from resilience.checkpoint.reading import open_disk  # noqa: PLC0415 - needs torch
+    from resilience.checkpoint import export as forms  # noqa: PLC0415 - needs torch
 
     item = _chosen(args)
     if args.target.exists():
         raise CheckpointError(f"{args.target} exists already. Nothing was written.")
     if not 0 <= args.rank < item.manifest.world:
         raise CheckpointError(f"--rank={args.rank}: the checkpoint has ranks 0 to {item.manifest.world - 1}.")
-    args.format = args.format or _format_of(args.target)
-    opened = open_disk(item.path, item.manifest, args.rank)
-    writers = {"safetensors": _as_safetensors, "torch": _as_torch, "dcp": _as_dcp}
-    writers[args.format](opened, args.target)
-    wrong = opened.check.wrong()
-    if wrong:
-        raise CheckpointError(f"{item.path.name} is damaged: {wrong}. Do not use {args.target}.")
-    _say(f"step {item.manifest.step} of rank {args.rank} was written to {args.target} ({args.format}).")
+    form = args.format or forms.form_of(args.target)
+    forms.import_all(args.modules)
+    forms.write(item, args.rank, form, args.target)
+    _say(f"step {item.manifest.step} of rank {args.rank} was written to {args.target} ({form}).")
     return 0
-
-
-def _format_of(target: Path) -> str:
-    """Return the form that a file's name stands for."""
-    known = {
-        ".safetensors": "safetensors",
-        ".pt": "torch",
-        ".pth": "torch",
-        ".bin": "torch",
-        ".ckpt": "torch",
-        "": "dcp",
-    }
-    if target.suffix not in known:
-        raise CheckpointError(f"{target}: in which form? Give --format=safetensors, torch or dcp. Nothing was written.")
-    return known[target.suffix]
-
-
-def _as_safetensors(opened: Opened, target: Path) -> None:
-    try:
-        from safetensors.torch import save_file  # noqa: PLC0415
-    except ImportError:
-        raise CheckpointError(
-            "exporting to safetensors needs the package safetensors: pip install safetensors"
-        ) from None
-
-    save_file(opened.source.tensors(), str(target), {"format": "pt"})
-
-
-def _as_torch(opened: Opened, target: Path) -> None:
-    import torch  # noqa: PLC0415
-
-    state = opened.source.fresh(opened.values)
-    state.pop("rng", None)  # of one rank at one moment; with numpy in it torch.load would refuse the file
-    torch.save(state, target)
-
-
-def _as_dcp(opened: Opened, target: Path) -> None:
-    from torch.distributed import checkpoint as dcp  # noqa: PLC0415
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # that it is one process: it is
-        dcp.save(opened.source.tensors(), checkpoint_id=str(target), no_dist=True)
 
 
 def prune(args: argparse.Namespace) -> int:

@@ -1,20 +1,24 @@
 """The way back from the safe encoding: bytes to values.
 
 Rule: it builds values and nothing else. No class is imported for it, no function of the data's choosing is called; whatever the
-bytes are, the outcome is a value or a :class:`DecodingError`.
+bytes are, the outcome is a value or a :class:`DecodingError`. (A time zone reads its table from the system, by its key.)
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from typing import Any
 
 import msgpack
 
+from resilience.checkpoint import standard
 from resilience.checkpoint.encoding import (
     BYTEARRAY,
     CODEC,
@@ -39,12 +43,34 @@ from resilience.checkpoint.encoding import (
     TENSOR_FORM,
     TUPLE,
     DecodingError,
+    UnknownCodec,
     codec_named,
     enum_class,
 )
 
 _MAX_NESTED = 100  # extension types in each other: msgpack takes 45 KB of the stack for each
 _IN_DATA = (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RuntimeError, MemoryError)
+_looks_only: ContextVar[bool] = ContextVar("looks_only", default=False)
+
+
+@dataclass(frozen=True, eq=False)
+class Unmade:
+    """What stands where a value would be that only a codec or a class of the training script can make."""
+
+    what: str
+
+    def __repr__(self) -> str:
+        return f"<{self.what}>"
+
+
+@contextlib.contextmanager
+def looks_only() -> Iterator[None]:
+    """Decode to an :class:`Unmade` whatever needs code that may not be here: for those who only look, or only want the tensors."""
+    before = _looks_only.set(True)
+    try:
+        yield
+    finally:
+        _looks_only.reset(before)
 
 
 def decode(data: bytes | memoryview, tensor: Callable[[str, list[Any]], Any]) -> Any:
@@ -79,7 +105,7 @@ def _in_form(tensor: Callable[[str, list[Any]], Any], value: Any) -> Any:
     name, *form = value
     if type(name) is not str or not form or type(form[0]) is not str:
         raise DecodingError("a tensor without a name or a form")
-    if form[0] == "codec":
+    if form[0] == "codec" and not _looks_only.get():
         codec_named(form[1])
     return tensor(name, form)
 
@@ -116,12 +142,16 @@ def _enum(value: Any) -> Any:
     module, qualname, member = value
     found = enum_class(module, qualname)
     if not issubclass(type(found), type(Enum)) or member not in found.__members__:
-        raise DecodingError(f"enum member {module}.{qualname}.{member} is not known here: import it before you restore")
+        if _looks_only.get():
+            return Unmade(f"{module}.{qualname}.{member}")
+        raise UnknownCodec(f"enum member {module}.{qualname}.{member} is not known here: import it before you restore")
     return found.__members__[member]
 
 
 def from_codec(name: Any, value: Any) -> Any:
     """Have a codec make a value. Raises :class:`DecodingError`."""
+    if _looks_only.get():
+        return Unmade(f"made by the codec {name!r}")
     codec = codec_named(name)
     try:
         return codec.decode(value)
@@ -142,6 +172,7 @@ _RAW: dict[int, Callable[[bytes], Any]] = {
     BYTEARRAY: bytearray,
     DTYPE: lambda data: dtype_named(data.decode()),
     DEVICE: lambda data: _made_by_torch("device", data.decode()),
+    **standard.MADE_FROM_BYTES,
 }
 _FROM_VALUE: dict[int, Callable[[Any], Any]] = {
     TUPLE: tuple,
@@ -158,4 +189,5 @@ _FROM_VALUE: dict[int, Callable[[Any], Any]] = {
     CODEC: lambda value: from_codec(*value),
     RANGE: lambda value: range(*value),
     COUNTER: lambda value: Counter(dict(value)),
+    **standard.MADE_FROM_VALUE,
 }

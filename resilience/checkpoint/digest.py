@@ -33,6 +33,11 @@ def digest(data: bytes | memoryview) -> str:
     return xxhash.xxh3_128_hexdigest(data)
 
 
+def short(data: bytes | memoryview) -> int:
+    """Return a digest that fits into a word, for what is small."""
+    return xxhash.xxh3_64_intdigest(data)
+
+
 def digests(data: memoryview, size: int) -> list[str]:
     """Return the digest of every chunk."""
     return [digest(data[start:end]) for start, end in chunks(len(data), size)]

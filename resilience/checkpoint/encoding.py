@@ -12,6 +12,7 @@ The extension types (``docs/checkpoint-format.md`` is their specification); a pa
     10 torch.dtype: name   11 torch.device: text   12 torch.Size: list   13 numpy value: [dtype, shape or nil, raw bytes]
     14 enum: [module, class, member]   15 argparse.Namespace: map   16 defaultdict: [factory or nil, list of pairs]
     17 deque: [maxlen or nil, list]   18 codec: [name, value]   19 range: [start, stop, step]   20 Counter: list of pairs
+    21 and up: values of the standard library, see :mod:`~resilience.checkpoint.standard`
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from typing import Any
 
 import msgpack
 
+from resilience.checkpoint import standard
 from resilience.errors import CheckpointError
 
 TENSOR, TENSOR_FORM, TUPLE, ORDERED, SET, FROZENSET, COMPLEX, LARGE, BYTEARRAY = range(1, 10)
@@ -52,6 +54,10 @@ class EncodingError(CheckpointError):
 
 class DecodingError(CheckpointError):
     """Bytes that are not what they should be."""
+
+
+class UnknownCodec(DecodingError):  # noqa: N818 - reads as what it is
+    """The bytes are good; what would make a value of them is not here."""
 
 
 @dataclass(frozen=True)
@@ -87,11 +93,11 @@ def have_codecs(types: Collection[type]) -> bool:
 
 
 def codec_named(name: Any) -> Codec:
-    """Return the codec of that name. Raises :class:`DecodingError`."""
+    """Return the codec of that name. Raises :class:`UnknownCodec`."""
     for codec in _codecs.values():
         if codec.name == name:
             return codec
-    raise DecodingError(f"no codec {name!r} is registered here: register it before you restore")
+    raise UnknownCodec(f"no codec {name!r} is registered here: register it before you restore")
 
 
 class Writer:
@@ -211,7 +217,7 @@ _WRITTEN: dict[type, Callable[[Writer, Any, str], bytes]] = {
 
 
 def _rare(node: Any, path: str) -> bytes:
-    for known in (_of_enum, _of_torch, _of_numpy):
+    for known in (_of_standard, _of_enum, _of_torch, _of_numpy):
         found = known(node, path)
         if found is not None:
             return found
@@ -220,6 +226,20 @@ def _rare(node: Any, path: str) -> bytes:
         f"{path}: a value of type {kind.__module__}.{kind.__qualname__} can't be kept; nothing was saved. Leave it out of the "
         f"state, or say how with resilience.checkpoint.encoding.register_codec({kind.__qualname__}, encode, decode)."
     )
+
+
+def _of_standard(node: Any, path: str) -> bytes | None:
+    try:
+        found = standard.payload(node)
+    except standard.UnfitError as error:
+        raise EncodingError(
+            f"{path}: {error} can't be kept; nothing was saved. Keep something plainer, or say how with "
+            f"resilience.checkpoint.encoding.register_codec({type(node).__qualname__}, encode, decode)."
+        ) from None
+    if found is None:
+        return None
+    code, kept = found
+    return ext(code, kept if isinstance(kept, bytes) else pack(kept))
 
 
 def _of_enum(node: Any, path: str) -> bytes | None:

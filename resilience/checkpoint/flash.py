@@ -12,12 +12,10 @@ Rule: ``save`` copies and returns; it talks to nobody. Whatever is rare (coming,
 from __future__ import annotations
 
 import atexit
-import contextlib
 import logging
 import os
 import sys
 import time
-import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import astuple
 from datetime import timedelta
@@ -26,30 +24,28 @@ from typing import Any
 
 import torch
 
-from resilience.checkpoint import encoding, garbage, memory, options, plan, progress, slots, storage
-from resilience.checkpoint.arena import make_slots
-from resilience.checkpoint.assembly import assemble
+from resilience.checkpoint import encoding, garbage, options, progress, storage, turns
 from resilience.checkpoint.attendant import Attendant
-from resilience.checkpoint.ledger import Ledger
+from resilience.checkpoint.coming import come
 from resilience.checkpoint.link import Link, Place
-from resilience.checkpoint.plan import Collected, Collector, Plan
+from resilience.checkpoint.plan import Collected, Collector
 from resilience.checkpoint.reading import Opened
 from resilience.checkpoint.receipt import Level, Receipt
-from resilience.checkpoint.restore import agree, load_parts
+from resilience.checkpoint.restore import MisfitError, agree, load_parts
 from resilience.checkpoint.schedule import Every, Interval
-from resilience.checkpoint.shards import aligned
-from resilience.checkpoint.stager import Stager
+from resilience.checkpoint.slots import COMPLETE
 from resilience.checkpoint.state import Module, Part, parts_of
+from resilience.checkpoint.turns import Turns
 from resilience.errors import (
     CheckpointError,
     ConfigError,
-    LinkError,
     NothingToRestore,
     SaveError,
     UnsupportedPlatform,
 )
 
 _LOG = logging.getLogger("resilience.checkpoint")
+_PATIENCE_S = 0.1
 
 
 class FlashCheckpoint:
@@ -89,7 +85,8 @@ class FlashCheckpoint:
             things,
             replicated,
             on_save_error,
-            slots,
+            slots=slots,
+            rng=rng,
             keep=(keep, 1),
             keep_every=(keep_every, 0),
             max_failures=(max_failures, 1),
@@ -102,20 +99,31 @@ class FlashCheckpoint:
             raise ConfigError('memory_every=None: give a number of steps, a timedelta or "auto".')
         self._disk_every = Every.of("disk_every", disk_every)
         self._restore_timeout = options.seconds("restore_timeout", restore_timeout)
-        self._number = slots
         self._parts: list[Part] = parts_of(things, replicated, rng) if things else []
         self._newest: Receipt | None = None  # of the last save, and of the last one that was not skipped
         self._kept: Receipt | None = None
         self._owed = False  # a save that was due on disk was skipped
         self._owner_pid = os.getpid()
         self._closed = False
+        turns.enter(self.directory, self)
         self._link = Link(str(self.directory), self._place, self._options(keep, keep_every))
         try:
-            self._stager = self._come()
+            self._stager = come(
+                self._link,
+                self._place,
+                directory=self.directory,
+                number=slots,
+                parts=self._parts,
+                collect=self._collect,
+                timeout=self._restore_timeout,
+            )
+            stored = storage.Directory(self.directory).stored()
+            self._turns = Turns(self.directory, stored[0].manifest.step if stored else None)
         except BaseException:
+            self._closed = True
             self._link.close()
             raise
-        self._leave = leave_at_exit(self)
+        self._leave = turns.leave_at_exit(self)
         raises = on_save_error == "raise"
         self._attendant = Attendant(self._link, self._stager, self._place, raises=raises, most=max_failures)
 
@@ -130,73 +138,55 @@ class FlashCheckpoint:
             "facts": {"torch": torch.__version__, "python": sys.version.split()[0]},
         }
 
-    # -- coming -----------------------------------------------------------------------------------------------------
-
-    def _come(self) -> Stager:
-        """Get this rank's memory from the saver, or make it."""
-        known = self._link.come(self._number)
-        if not self._place.alone:
-            assemble(self._link, self._place, self._restore_timeout)
-        state, values = self._collect()
-        made = plan.make_plan(state, self._place.local_rank, self._place.local_world)
-        if known is not None:
-            return Stager(self._place, *known, self._link.generation, made)
-        need = self._estimate(made, len(values))
-        what = f"{self._number} slots of {need / 1e9:.2f} GB (rank {self._place.rank})"
-        memory.check(need * self._number, what, self._link.announce)
-        held = make_slots(self._number, need)
-        ledger = Ledger.create(self._number, self._place.rank, self._place.world)
-        stager = Stager(self._place, ledger, held, self._link.generation, made)
-        self._link.deposit(ledger, held)
-        return stager
-
-    def _estimate(self, made: Plan, values: int) -> int:
-        """Return how large a slot has to be, optimizer state that is yet to come included."""
-        if not self._parts:
-            return 1 << 20
-        missing = memory.missing_optimizer_state(self._parts, self._place.local_world)
-        total = aligned(made.data_bytes + missing) + aligned(len(made.header) * 4) + aligned(2 * values + (1 << 16))
-        free = storage.free_bytes(self.directory)
-        if free < total * self._place.local_world:
-            _LOG.warning(
-                "%s has %.2f GB left, one checkpoint of this node takes about %.2f GB.",
-                self.directory,
-                free / 1e9,
-                total * self._place.local_world / 1e9,
-            )
-        return total
-
     # -- saving -----------------------------------------------------------------------------------------------------
 
-    def save(self, step: int, *, disk: bool | None = None, wait: float | timedelta = 0.0) -> Receipt:
+    def save(self, step: int, *, disk: bool | None = None, wait: float | timedelta | None = None) -> Receipt:
         """Take a snapshot of the state after ``step``. Returns when the bytes are copied; durability follows behind.
 
-        ``disk``: have this one written to disk, or not, whatever ``disk_every`` says. ``wait``: how long to wait for a free slot;
-        without it a save that finds none is SKIPPED, and what was due on disk is the next one. Raises for a state that can't be
-        kept, and for earlier failures in the background as ``on_save_error`` asks. All ranks call it at the same steps.
+        ``disk``: have this one written to disk, or not, whatever ``disk_every`` says. ``wait``: how long to wait for a free slot; a
+        save that finds none is SKIPPED, and what was due on disk is the next one. By default that is a tenth of a second, in which
+        a saver that is alive has answered, and nothing after a save that waited in vain. Raises for a state that can't be kept,
+        and for earlier failures in the background as ``on_save_error`` asks. All ranks call it at the same steps, which grow.
         """
         if not self._parts:
             raise CheckpointError(
                 "nothing to save was given: FlashCheckpoint(directory, model=…), or use save_state(step, state)."
             )
-        return self._save(step, disk, options.seconds("wait", wait), self._collect)
+        return self._save(step, disk, wait, self._collect)
 
-    def save_state(self, step: int, state: Any, *, disk: bool | None = None, wait: float | timedelta = 0.0) -> Receipt:
+    def save_state(
+        self, step: int, state: Any, *, disk: bool | None = None, wait: float | timedelta | None = None
+    ) -> Receipt:
         """Take a snapshot of any nested state of tensors and plain values, as one would give it to ``torch.save``."""
 
         @garbage.left_alone()
         def collect() -> tuple[Collected, bytes]:
             collector = Collector()
-            return collector.found, encoding.encode({"state": state}, "state", plan.Rooted(collector).keep)
+            values = encoding.encode(state, "state", collector.keep)
+            return collector.found, encoding.as_map([(encoding.pack("state"), values)])
 
-        return self._save(step, disk, options.seconds("wait", wait), collect)
+        return self._save(step, disk, wait, collect)
 
     def _save(
-        self, step: int, disk: bool | None, wait: float, collect: Callable[[], tuple[Collected, bytes]]
+        self,
+        step: int,
+        disk: bool | None,
+        wait: float | timedelta | None,
+        collect: Callable[[], tuple[Collected, bytes]],
     ) -> Receipt:
         self._refuse_if_closed()
-        if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-            raise CheckpointError(f"save({step!r}): the step must be a whole number from 0 up.")
+        patience = self._patience() if wait is None else options.seconds("wait", wait)
+        with self._turns:
+            return self._take(turns.whole_step("save", step), disk, patience, collect)
+
+    def _patience(self) -> float:
+        skipped = self._newest is not None and self._newest.level is Level.SKIPPED
+        return 0.0 if skipped else _PATIENCE_S
+
+    def _take(
+        self, step: int, disk: bool | None, wait: float, collect: Callable[[], tuple[Collected, bytes]]
+    ) -> Receipt:
+        self._turns.check(step)
         self._attendant.hear()
         self._attendant.look()
         if disk is None:
@@ -212,6 +202,7 @@ class FlashCheckpoint:
             else:
                 self._kept = receipt = self._stager.stage(slot, step, *collect(), disk)
                 self._owed = self._owed and not disk
+                self._turns.saved(step)
         finally:
             self._stager.tried(step)
             self._link.nudge()
@@ -257,7 +248,7 @@ class FlashCheckpoint:
         parts = [part for part in self._parts if isinstance(part, Module) or not weights_only]
 
         def load(opened: Opened) -> None:
-            load_parts(parts, opened, strict and not weights_only)
+            load_parts(parts, opened, strict, alone=weights_only)
 
         found = self._agree(step, load, allow_fresh_start)
         if found is None:
@@ -270,6 +261,8 @@ class FlashCheckpoint:
         states: list[Any] = []
 
         def load(opened: Opened) -> None:
+            if not isinstance(opened.values, dict) or opened.values.keys() != {"state"}:
+                raise MisfitError("it was saved by save(), and restore() gives it back")
             states[:] = [opened.source.fresh(opened.values["state"])]
 
         if self._agree(step, load) is None:
@@ -278,28 +271,30 @@ class FlashCheckpoint:
 
     def _agree(self, step: int | None, load: Callable[[Opened], None], fresh: bool = False) -> int | None:
         self._refuse_if_closed()
-        return agree(
-            self._link,
-            self._place,
-            self.directory,
-            step=step,
-            fresh=fresh,
-            load=load,
-            begin=self._begin,
-            timeout=self._restore_timeout,
-            known=self._stager.mapped,
-        )
+        with self._turns:
+            return agree(
+                self._link,
+                self._place,
+                self.directory,
+                step=None if step is None else turns.whole_step("restore", step),
+                fresh=fresh,
+                load=load,
+                begin=self._begin,
+                timeout=self._restore_timeout,
+                known=self._stager.mapped,
+            )
 
     def _begin(self, generation: int) -> None:
+        self._turns.begin()
         self._link.generation = generation
         self._stager.begin(generation)
 
     def _nothing(self, step: int | None, allowed: bool) -> None:
         which = "no checkpoint" if step is None else f"no checkpoint of step {step}"
         if not allowed or step is not None:
+            advice = " For a run that begins here: restore(allow_fresh_start=True)." if step is None else ""
             raise NothingToRestore(
-                f"there is {which} in memory or in {self.directory} (rank {self._place.rank}). Nothing was changed. For a run that "
-                "begins here: restore(allow_fresh_start=True)."
+                f"there is {which} in memory or in {self.directory} (rank {self._place.rank}). Nothing was changed.{advice}"
             )
         _LOG.info("no checkpoint in %s: a fresh start.", self.directory)
 
@@ -308,7 +303,7 @@ class FlashCheckpoint:
     def latest(self) -> int | None:
         """Return the newest step that is complete in memory, or on disk; ``None`` where there is none."""
         self._refuse_if_closed()
-        seals = [seal for seal in self._stager.ledger.seals() if seal.decision == slots.COMPLETE]
+        seals = [seal for seal in self._stager.ledger.seals() if seal.decision == COMPLETE]
         stored = storage.Directory(self.directory).stored()
         keys = [seal.key for seal in seals] + [item.manifest.key for item in stored[:1]]
         return max(keys)[1] if keys else None
@@ -380,20 +375,15 @@ class FlashCheckpoint:
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         if error is None:
             self.close()
-        else:  # on the way out with an error: the saver makes durable what is complete; nobody waits for it
-            with contextlib.suppress(CheckpointError, LinkError):
-                self._closed = True
-                self._link.close()
+        elif (
+            not self._closed
+        ):  # on the way out with an error: the saver makes durable what is complete; nobody waits for it
+            self._closed = True
+            atexit.unregister(self._leave)
+            self._link.leave()
+            self._stager.close()
 
-
-def leave_at_exit(checkpoint: FlashCheckpoint) -> Callable[[], None]:
-    """Have a process that ends in good order without ``close()`` take leave all the same; one that raised does not."""
-    known = weakref.ref(checkpoint)
-
-    def leave() -> None:
-        left = known()
-        if left is not None and getattr(sys, "last_value", None) is None:
-            left.close()
-
-    atexit.register(leave)
-    return leave
+    @property
+    def is_closed(self) -> bool:
+        """Whether it was left: nothing can be saved or restored any more."""
+        return self._closed

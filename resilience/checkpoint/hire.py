@@ -83,7 +83,9 @@ def private_folder() -> Path:
 
 def find_or_start(run: str, directory: str) -> str:
     """Return where the saver of this job and directory listens, without a launcher; start it if there is none."""
-    name = hashlib.blake2b(f"{run}\0{directory}".encode(), digest_size=10).hexdigest()
+    # A path may be any bytes, which Python has as half characters: they have no UTF-8.
+    job = run.encode("utf-8", "backslashreplace") + b"\0" + os.fsencode(directory)
+    name = hashlib.blake2b(job, digest_size=10).hexdigest()
     folder = private_folder()
     path = str(folder / f"{name}.socket")
     with open(folder / f"{name}.lock", "wb") as lock:

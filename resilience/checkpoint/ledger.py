@@ -8,12 +8,13 @@ The rank and its saver share it; every word has one writer (R or S), as in the r
     9 failures so far (S)  10 newest attempt: step + 1 (R)  11 serial of the last seal given (R)
     12 take a snapshot from this step + 1 on (S; 0: no wish)                 13 pid of the rank (R)
     14 ns that the last snapshot took (R)          15 so much of what is being written is on disk, per mille (S)
-    16- rows of 16 words, one per slot:
+    16- rows of 18 words, one per slot:
         0 serial (R; 0: unsealed)     1 generation (R)      2 step (R)            3 plan (R)
         4 world (R)                   5 data bytes (R)      6 header at (R)       7 header bytes (R)
-        8 values at (R)               9 values bytes (R)    10 sealed at, ns (R)  11 checksum of the above (R)
-        12 leased serial (S)          13 decision: serial * 4 + PENDING, COMPLETE or VOID (S)
-        14 serial that is durable (S) 15 to be written to disk (R)
+        8 values at (R)               9 values bytes (R)    10 header's digest (R) 11 values' digest (R)
+        12 sealed at, ns (R)          13 checksum of the above (R)
+        14 leased serial (S)          15 decision: serial * 4 + PENDING, COMPLETE or VOID (S)
+        16 serial that is durable (S) 17 to be written to disk (R)
 
 A seal is written last, serial at the very end, and taken back first; a reader that finds the checksum wrong finds no seal.
 
@@ -32,15 +33,15 @@ from dataclasses import dataclass
 from resilience.checkpoint import slots
 from resilience.checkpoint.slots import Slot
 
-MAGIC = int.from_bytes(b"RSLLEDG1", "little")
+MAGIC = int.from_bytes(b"RSLLEDG2", "little")
 NBYTES = mmap.PAGESIZE
 MAX_SLOTS = 16
 (L_MAGIC, L_SLOTS, L_RANK, L_WORLD, L_GENERATION, L_CYCLE, L_COMPLETE, L_DURABLE, L_ALIVE, L_FAILURES) = range(10)
 L_ATTEMPT, L_SERIAL, L_STAGE_FROM, L_PID, L_COST, L_WRITTEN = range(10, 16)
 _ROWS = 16
-_ROW = 16
+_ROW = 18
 (S_SERIAL, S_GENERATION, S_STEP, S_PLAN, S_WORLD, S_DATA, S_HEADER_AT, S_HEADER, S_VALUES_AT, S_VALUES) = range(10)
-S_SEALED_AT, S_CHECK, S_LEASE, S_DECISION, S_DURABLE, S_DISK = range(10, 16)
+S_HEADER_SUM, S_VALUES_SUM, S_SEALED_AT, S_CHECK, S_LEASE, S_DECISION, S_DURABLE, S_DISK = range(10, 18)
 _SIGNED = S_CHECK  # the words that the checksum covers
 
 
@@ -73,6 +74,8 @@ class Seal:
     header: int
     values_at: int
     values: int
+    header_sum: int
+    values_sum: int
     sealed_at: int
     decision: int = slots.PENDING
     durable: int = 0  # the serial that is on disk

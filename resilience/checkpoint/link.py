@@ -1,4 +1,8 @@
-"""A rank's line to its saver, for what is rare: coming, restoring, leaving. Every call has a deadline; saving never uses it."""
+"""A rank's line to its saver, for what is rare: coming, restoring, leaving. Every call has a deadline; saving never uses it.
+
+Rule: an answer belongs to the question before it. Whoever stops waiting for one (a deadline, Ctrl-C, a signal handler that raises)
+hangs up, and the next question goes over a new line.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import contextlib
 import os
 import socket
 import threading
+import weakref
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -17,6 +22,7 @@ from resilience.errors import CheckpointError, LinkError
 from resilience.pulse import attach, channel
 
 _ANSWER_S = 30.0
+_lines: weakref.WeakSet[Link] = weakref.WeakSet()
 
 
 @dataclass(frozen=True)
@@ -52,13 +58,17 @@ class Link:
         self._options = options
         self._sock: socket.socket | None = None
         self._turn = threading.RLock()  # a thread may look for a new saver while the script asks the old one
+        self._broken = False  # hung up in the middle of a question, not for good
+        self._slots = 0
         self.wake = -1
         self.generation = 0
         self.chair: dict[str, Any] = {}  # where the savers of several nodes meet, if this rank told its own
+        _lines.add(self)
 
     def come(self, slots: int) -> tuple[Ledger, list[Slot]] | None:
         """Say hello; return this rank's memory if the saver has it from an earlier life. Raises for what the saver refuses."""
         with self._turn:
+            self._slots = slots
             return storage.patiently(lambda: self._come_twice(slots), hire.DEADLINE_S)
 
     def _come_twice(self, slots: int) -> tuple[Ledger, list[Slot]] | None:
@@ -117,6 +127,8 @@ class Link:
             return self._ask(message, fds, timeout)
 
     def _ask(self, message: dict[str, Any], fds: tuple[int, ...], timeout: float) -> tuple[dict[str, Any], list[int]]:
+        if self._broken:
+            self._come_back()
         if self._sock is None:
             raise LinkError("the saver is gone")
         self._sock.settimeout(timeout)
@@ -124,13 +136,40 @@ class Link:
             channel.send(self._sock, message, fds)
             received = channel.receive(self._sock)
         except OSError as error:
-            self.close()  # an answer that comes late must not be taken for that to the next question
+            self._break_off()
             raise LinkError(f"the saver did not answer within {timeout:g} s ({error})") from error
+        except BaseException:
+            self._break_off()
+            raise
         if received is None:
+            self._break_off()
             raise LinkError("the saver ended in the middle of a request")
         if "error" in received[0]:
             _refused(received[0])
         return received
+
+    def _break_off(self) -> None:
+        """Hang up: an answer that comes late must not be taken for that to the next question."""
+        self.close()
+        self._broken = True
+
+    def _come_back(self) -> None:
+        """Take up a line that broke off. Raises :class:`LinkError` if the saver there has not got this rank's memory."""
+        known = self.come(self._slots)
+        if known is None:
+            self._break_off()
+            raise LinkError("the saver is gone, and another one has nothing of this rank")
+        known[0].close()  # we have it mapped already
+        for slot in known[1]:
+            slot.close()
+
+    def leave(self) -> None:
+        """Say that the script failed, and hang up. Waits for nobody."""
+        with self._turn, contextlib.suppress(OSError):
+            if self._sock is not None:
+                self._sock.settimeout(1.0)
+                channel.send(self._sock, {"op": "left"})
+        self.close()
 
     def nudge(self) -> None:
         """Make the saver look now. Never waits: if it can't be told it looks by itself, a little later."""
@@ -139,12 +178,25 @@ class Link:
 
     def close(self) -> None:
         """Hang up."""
+        self._broken = False
         if self._sock is not None:
             self._sock.close()
             self._sock = None
         wake, self.wake = self.wake, -1  # first: another thread's nudge must not go to whoever gets the number next
         if wake >= 0:
             os.close(wake)
+
+    def forget(self) -> None:
+        """Hang up in a forked child: only its copies of the descriptors go, the parent goes on talking."""
+        self._turn = threading.RLock()  # the other one may be held by a thread that the child has not got
+        self.close()
+
+
+def forget_lines() -> None:
+    """Let a forked child hold no line of its parent's."""
+    for link in list(_lines):
+        with contextlib.suppress(OSError):
+            link.forget()
 
 
 def _refused(answer: dict[str, Any]) -> NoReturn:

@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
+from resilience.checkpoint.optimizers import Optimizer
 from resilience.checkpoint.plan import SHARED
-from resilience.checkpoint.state import Optimizer, Part
+from resilience.checkpoint.state import Part
 from resilience.errors import CheckpointError
 
 _V2, _V1 = Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/memory")

@@ -26,7 +26,13 @@ _OPTIONS = (
 
 
 def check(
-    things: Mapping[str, Any], replicated: Iterable[str], on_save_error: str, slots: int, **numbers: tuple[Any, int]
+    things: Mapping[str, Any],
+    replicated: Iterable[str],
+    on_save_error: str,
+    *,
+    slots: int,
+    rng: bool,
+    **numbers: tuple[Any, int],
 ) -> None:
     """Raise :class:`ConfigError` for what can't be meant; the message names the nearest that can. ``numbers``: by name, with the
     least that each may be."""
@@ -34,6 +40,10 @@ def check(
     for name, (value, least) in numbers.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise ConfigError(f"{name}={value!r}: give a whole number from {least} up.")
+    if not isinstance(rng, bool):
+        raise ConfigError(
+            f"rng=a {type(rng).__qualname__}: give True or False; a thing of that name needs another one."
+        )
     if on_save_error not in ("raise", "warn"):
         raise ConfigError(f'on_save_error={on_save_error!r}: give "raise" or "warn".')
     if not isinstance(slots, int) or not 2 <= slots <= 8:
@@ -66,7 +76,12 @@ def refuse_what_has_no_state(things: Mapping[str, Any]) -> None:
     """Raise for what is neither an option nor something with a state: a misspelt option, mostly."""
     for name, thing in things.items():
         if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
+            shown = (
+                repr(thing)
+                if isinstance(thing, str | int | float | timedelta | None)
+                else f"a {type(thing).__qualname__}"
+            )
+            advice = " Give the thing itself, not its state." if isinstance(thing, Mapping) else nearest(name, _OPTIONS)
             raise ConfigError(
-                f"{name}={thing!r} is no option of FlashCheckpoint and has no state_dict() and load_state_dict()."
-                f"{nearest(name, _OPTIONS)}"
+                f"{name}={shown} is no option of FlashCheckpoint and has no state_dict() and load_state_dict().{advice}"
             )

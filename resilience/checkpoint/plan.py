@@ -368,14 +368,3 @@ def whole_tensor(tensor: torch.Tensor, form: Sequence[Any]) -> Any:
     except (RuntimeError, TypeError, ValueError, IndexError) as error:
         raise encoding.DecodingError(f"a tensor can't be read in the form {kind!r}: {error}") from error
     raise encoding.DecodingError(f"a tensor of {tensor.dtype} in the form {kind!r}, which this version does not know")
-
-
-class Rooted:
-    """Names the tensors of a plain state without the word ``state`` in front of everything."""
-
-    def __init__(self, collector: Collector) -> None:
-        self._collector = collector
-
-    def keep(self, node: Any, path: str) -> Any | None:
-        """As :meth:`Collector.keep`."""
-        return self._collector.keep(node, path.removeprefix("state."))

@@ -14,11 +14,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
-from resilience.checkpoint import decoding, digest, plan, shards
+from resilience.checkpoint import decoding, digest, files, plan, shards
+from resilience.checkpoint.encoding import UnknownCodec
 from resilience.checkpoint.manifest import File, Manifest
 from resilience.checkpoint.shards import Piece
 from resilience.errors import CheckpointError
@@ -89,28 +90,31 @@ class Source:
         """Return the shape of a whole tensor."""
         return self._of(name)[0][1].whole
 
+    def shape_if_there(self, name: str) -> tuple[int, ...] | None:
+        """Return the shape of a whole tensor, if the snapshot has one of that name."""
+        return self._pieces[name][0][1].whole if name in self._pieces else None
+
     def dtype_of(self, name: str) -> torch.dtype:
         """Return the type of a tensor's items."""
         return plan.DTYPES[self._of(name)[0][1].dtype]
 
     def _all_of(self, name: str) -> list[tuple[torch.Tensor, Piece]]:
-        """Return the pieces of a tensor in order, if every row is there once."""
+        """Return pieces of a tensor, in order, that have every row once. Nodes with different numbers of ranks cut it differently,
+        and each has all of it: of everything that is there, this takes what fits together."""
         found = self._of(name)
         if len(found) == 1 and found[0][1].is_whole:  # nearly always, and there may be very many
             return found
-        found = sorted(found, key=lambda item: (item[1].first_row, item[1].shape[:1]))
-        first, rows = found[0][1], 0
-        for _, piece in found:
-            if (piece.whole, piece.dtype) != (first.whole, first.dtype):
-                raise CheckpointError(f"tensor {name!r} has pieces that do not belong together")
-            if piece.first_row < rows:
-                raise CheckpointError(f"tensor {name!r} has row {piece.first_row} twice")
-            if piece.first_row > rows:
-                break
-            rows += piece.shape[0] if piece.shape else 0
-        if first.whole and rows != first.whole[0]:
-            raise CheckpointError(f"tensor {name!r} lacks row {rows} of {first.whole[0]}: a shard is missing")
-        return found
+        first = found[0][1]
+        if any((piece.whole, piece.dtype) != (first.whole, first.dtype) for _, piece in found):
+            raise CheckpointError(f"tensor {name!r} has pieces that do not belong together")
+        spans = [(piece.first_row, piece.first_row + piece.shape[0]) for _, piece in found]
+        chosen, rows = tile(spans, first.whole[0])
+        if rows == first.whole[0]:
+            return [found[index] for index in chosen]
+        twice = [begin for begin, end in spans if begin < rows < end]
+        if twice:
+            raise CheckpointError(f"tensor {name!r} has row {min(twice)} twice")
+        raise CheckpointError(f"tensor {name!r} lacks row {rows} of {first.whole[0]}: a shard is missing")
 
     def copy_into(self, name: str, target: torch.Tensor) -> None:
         """Copy a whole tensor into one that exists, part by part where that is made of several."""
@@ -177,10 +181,32 @@ class Source:
             )
         if ref.name not in made:
             self._all_of(ref.name)  # before memory is taken for a shape that nobody has
-            tensor = torch.empty(self.shape_of(ref.name), dtype=self.dtype_of(ref.name))
+            # Arrays and generators' states are made of some: on the CPU, whatever torch.set_default_device says.
+            tensor = torch.empty(self.shape_of(ref.name), dtype=self.dtype_of(ref.name), device="cpu")
             self._copy(ref.name, tensor)
             made[ref.name] = plan.whole_tensor(tensor, ref.form)
         return made[ref.name]
+
+
+def tile(spans: Sequence[tuple[int, int]], rows: int) -> tuple[list[int], int]:
+    """Choose spans (first row, row after the last) that follow each other without gap or overlap from row 0 to ``rows``. Pure.
+
+    Returns their indices in order and where they end: at ``rows``, or as far as any come. Takes as few as there can be, and the
+    longest first: which ones does not depend on the order in which they are given.
+    """
+    # By the row that is come to: with how many spans, and the last of them. All that lead to a row begin before it, so that
+    # it is settled by the time when those that begin at it have their turn.
+    best: dict[int, tuple[int, int]] = {0: (0, -1)}
+    for index in sorted(range(len(spans)), key=lambda index: (spans[index][0], -spans[index][1])):
+        begin, end = spans[index]
+        if begin < end and begin in best and (end not in best or best[begin][0] + 1 < best[end][0]):
+            best[end] = best[begin][0] + 1, index
+    reached = at = rows if rows in best else max(best)
+    chosen: list[int] = []
+    while at:
+        chosen.append(best[at][1])
+        at = spans[chosen[-1]][0]
+    return chosen[::-1], reached
 
 
 def _same_rows(one: Piece, other: Piece) -> bool:
@@ -253,17 +279,24 @@ def open_memory(
     source, check = Source(), Check(share_of_cores(local_world))
     values: list[Any] = []
     for peer, room in zip(message["peers"], rooms, strict=True):
-        at, length = peer["header"]
         view = memoryview(room)
-        source.add(bytes_of(room), shards.parse_header(view[at : at + length], peer["data"]), peer["rank"] == rank)
+        header = _sealed(view, peer["header"], f"the header of rank {peer['rank']} in memory is")
+        source.add(bytes_of(room), shards.parse_header(header, peer["data"]), peer["rank"] == rank)
         if peer["rank"] == rank:
             data = view[: peer["data"]]
             check.add(data, digest.chunk_size(len(data)), message["digests"], "memory")
-            at, length = message["values"]
-            values.append(decode(view[at : at + length]))
+            values.append(decode(_sealed(view, message["values"], f"the values of rank {rank} in memory are")))
     if not values:
         raise CheckpointError(f"the snapshot in memory has nothing of rank {rank}")
     return Opened(source, values[0], check)
+
+
+def _sealed(memory: memoryview, where: Sequence[int], what: str) -> memoryview:
+    at, length, known = where
+    found = memory[at : at + length]
+    if digest.short(found) != known:
+        raise CheckpointError(f"{what} not what was sealed")
+    return found
 
 
 def open_disk(path: Path, manifest: Manifest, rank: int) -> Opened:
@@ -281,7 +314,8 @@ def open_disk(path: Path, manifest: Manifest, rank: int) -> Opened:
             source.add(memory[length:], shards.parse_header(view[:length], file.nbytes - length), file.rank == rank)
     mine = next(file for file in manifest.values if file.rank == rank)
     with _named(mine):
-        data = (path / mine.name).read_bytes()
+        with _opened(path / mine.name, mine) as opened:
+            data = opened.read(mine.nbytes)
         if digest.digests(memoryview(data), mine.chunk) != list(mine.digests):
             raise CheckpointError(f"{mine.name}: the digest is wrong")
         return Opened(source, decode(memoryview(data)), check)
@@ -292,16 +326,27 @@ def _named(file: File) -> Iterator[None]:
     """Say which file it is that something is wrong with."""
     try:
         yield
+    except UnknownCodec:
+        raise  # nothing is wrong with the file
     except CheckpointError as error:
         if file.name in str(error):
             raise
         raise CheckpointError(f"{file.name}: {error}") from error
 
 
-def _mapped(path: Path, file: File) -> tuple[mmap.mmap, torch.Tensor]:
-    with open(path, "rb") as opened:
-        if os.fstat(opened.fileno()).st_size != file.nbytes:
+@contextlib.contextmanager
+def _opened(path: Path, file: File) -> Iterator[BinaryIO]:
+    """Open a file of the size that it should have."""
+    with files.opened(path) as (opened, nbytes):
+        if nbytes != file.nbytes:
             raise CheckpointError(f"{file.name} has another size than it should")
+        yield opened
+
+
+def _mapped(path: Path, file: File) -> tuple[mmap.mmap, torch.Tensor]:
+    with _opened(path, file) as opened:
+        if file.nbytes == 0:  # has no header, and can't be mapped
+            raise CheckpointError(f"{file.name} is empty")
         room = mmap.mmap(opened.fileno(), file.nbytes, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
     room.madvise(mmap.MADV_SEQUENTIAL)
     return room, bytes_of(room)

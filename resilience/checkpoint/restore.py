@@ -12,10 +12,12 @@ import logging
 import mmap
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from resilience.checkpoint import garbage, progress, reading, storage
+from resilience.checkpoint.encoding import UnknownCodec
 from resilience.checkpoint.link import Link, Place
 from resilience.checkpoint.reading import Opened
 from resilience.checkpoint.state import Part
@@ -26,7 +28,7 @@ _BAD = (CheckpointError, OSError, ValueError, RuntimeError, KeyError, TypeError)
 
 
 class MisfitError(CheckpointError):
-    """What was saved does not fit what is there. Another checkpoint would not either."""
+    """What was saved is sound, and does not fit what is there."""
 
 
 def agree(
@@ -45,19 +47,24 @@ def agree(
 
     ``fresh``: begin anew if there is none. ``begin`` is told the generation that what is saved from now on belongs to. ``known``
     gives this process's own mapping of a slot, by a descriptor of it.
-    Raises ``NothingToRestore`` if there are some and all of them are bad, ``MisfitError`` if they do not fit.
+    Raises ``NothingToRestore`` if there are some and all of them are bad, ``MisfitError`` if the newest sound one does not fit:
+    an older one is not taken for that, or the newer one would be lost without a word.
     """
-    if isinstance(step, bool) or not isinstance(step, int | None):
-        raise CheckpointError(f"restore({step!r}): the step must be a whole number, or None for the newest.")
     question = {"op": "restore", "step": step, "fresh": fresh, "timeout": timeout}
     answer, fds = link.ask(question, timeout=timeout + 10)
-    misfit = ""
     while answer.get("found"):
         began, chosen = time.monotonic(), answer
         what = f"restoring step {answer['step']} from {answer['found']}" if place.rank == 0 else ""
-        wrong, unfit = _tried(lambda answer=answer, fds=fds: _open(answer, fds, place, known), load, what)  # type: ignore[misc]
-        misfit = wrong if unfit else misfit
-        answer, fds = link.ask({"op": "loaded", "wrong": wrong[:4000]}, timeout=timeout + 10)
+        tried = _tried(lambda answer=answer, fds=fds: _open(answer, fds, place, known), load, what)  # type: ignore[misc]
+        try:
+            answer, fds = link.ask({"op": "loaded", **tried.message()}, timeout=timeout + 10)
+        except CheckpointError:
+            if tried.misfit is None:
+                raise
+            where = f"step {chosen['step']} ({chosen['found']}) does not fit (rank {place.rank})"
+            raise MisfitError(
+                f"{where}: {tried.wrong}. Older ones were not tried. strict=False loads what fits."
+            ) from tried.misfit
         if answer.get("go"):
             took = time.monotonic() - began
             _LOG.info(
@@ -65,8 +72,6 @@ def agree(
             )
             begin(int(answer["generation"]))
             return int(chosen["step"])
-    if misfit:
-        raise MisfitError(f"{misfit} (rank {place.rank}). Training can't go on from it; strict=False loads what fits.")
     if answer.get("problems"):
         raise NothingToRestore(
             f"every checkpoint in {directory} is bad: {'; '.join(answer['problems'])}. Nothing can be restored."
@@ -76,10 +81,23 @@ def agree(
     return None
 
 
-def _tried(open_it: Callable[[], Opened], load: Callable[[Opened], None], what: str) -> tuple[str, bool]:
-    """Open a snapshot and load it; return what is wrong with it, or an empty text, and whether it does not fit.
+@dataclass(frozen=True)
+class Tried:
+    """What came of loading a snapshot: nothing wrong, or what; and if it is the script that it does not fit, why."""
 
-    ``what`` is shown to a person who waits for it, if it is not empty.
+    wrong: str = ""
+    misfit: BaseException | None = None
+
+    def message(self) -> dict[str, Any]:
+        """Return it as the saver wants to hear it."""
+        return {"wrong": self.wrong[:4000], "misfit": self.misfit is not None}
+
+
+def _tried(open_it: Callable[[], Opened], load: Callable[[Opened], None], what: str) -> Tried:
+    """Open a snapshot and load it; ``what`` is shown to a person who waits for it, if it is not empty.
+
+    A snapshot that can't be opened, or whose digests are wrong, is bad, whatever was raised: a script's own code may have been
+    given what is damaged. If it is sound and can't be loaded, it does not fit.
     """
     opened: Opened | None = None
 
@@ -90,22 +108,23 @@ def _tried(open_it: Callable[[], Opened], load: Callable[[Opened], None], what: 
         with garbage.left_alone(), progress.shown(what, fraction, shows=bool(what)):
             opened = open_it()
             load(opened)
-            return opened.check.wrong(), False
-    except MisfitError as error:
-        return str(error), True
-    except Exception as error:  # a script's own code is given what may be damaged, and raises what it likes
+            return Tried(opened.check.wrong())
+    except (MisfitError, UnknownCodec) as error:
+        return Tried(str(error), error)
+    except Exception as error:  # a script's own code raises what it likes
+        text = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+        if opened is None:
+            if not isinstance(error, _BAD):
+                raise
+            return Tried(text)
         damage = _damage(opened)
-        if not damage and not isinstance(error, _BAD):
-            raise
-        return damage or (
-            str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
-        ), False
+        return Tried(damage) if damage else Tried(f"{text}. Some of it may have been loaded already", error)
 
 
-def _damage(opened: Opened | None) -> str:
+def _damage(opened: Opened) -> str:
     """Say what is damaged in what was opened, as far as it can be said."""
     try:
-        return opened.check.wrong() if opened is not None else ""
+        return opened.check.wrong()
     except _BAD:
         return ""
 
@@ -117,23 +136,24 @@ def _open(answer: dict[str, Any], fds: list[int], place: Place, known: Callable[
     return reading.open_disk(path, storage.read_manifest(path), place.rank)
 
 
-def load_parts(parts: Sequence[Part], opened: Opened, strict: bool) -> None:
-    """Give every part its state back. With ``strict`` nothing is changed unless all of it fits."""
-    check_parts(parts, opened, strict)
+def load_parts(parts: Sequence[Part], opened: Opened, strict: bool, alone: bool = False) -> None:
+    """Give every part its state back. With ``strict`` nothing is changed unless all of it fits. ``alone``: whatever else was saved
+    is not asked for."""
+    check_parts(parts, opened, strict, alone)
     for part in parts:
         if part.name in opened.values:
             part.load(opened.values[part.name], opened.source)
 
 
-def check_parts(parts: Sequence[Part], opened: Opened, strict: bool) -> None:
+def check_parts(parts: Sequence[Part], opened: Opened, strict: bool, alone: bool = False) -> None:
     """Raise :class:`MisfitError`, or only say so, if what was saved is not what is there."""
     if not isinstance(opened.values, dict):
         raise MisfitError("what was saved is no state of this kind")
-    said = []
-    if strict:
-        names = {part.name for part in parts}
-        said += [f"{name} was not saved" for name in sorted(names - opened.values.keys())]
-        said += [f"{name} was saved and is not given here" for name in sorted(opened.values.keys() - names)]
+    names = {part.name for part in parts}
+    said = [f"{name} was not saved" for name in sorted(names - opened.values.keys())]
+    said += (
+        [] if alone else [f"{name} was saved and is not given here" for name in sorted(opened.values.keys() - names)]
+    )
     for part in parts:
         if part.name in opened.values:
             said += part.check(opened.values[part.name], opened.source, strict)

@@ -12,8 +12,8 @@ from collections.abc import Callable
 
 import torch
 
-from resilience.checkpoint import cuda, garbage, plan, slots
-from resilience.checkpoint.arena import Slot
+from resilience.checkpoint import cuda, digest, garbage, plan, slots
+from resilience.checkpoint.arena import Slot, forget_slots
 from resilience.checkpoint.ledger import (
     L_ATTEMPT,
     L_COST,
@@ -27,10 +27,12 @@ from resilience.checkpoint.ledger import (
     Ledger,
     fence,
 )
-from resilience.checkpoint.link import Link, Place
+from resilience.checkpoint.link import Link, Place, forget_lines
 from resilience.checkpoint.plan import Collected, Plan
 from resilience.checkpoint.receipt import Level, Receipt
 from resilience.checkpoint.shards import aligned
+from resilience.pulse import attach
+from resilience.pulse.page import W_BEATS, W_STEP
 
 _LOG = logging.getLogger("resilience.checkpoint")
 
@@ -40,10 +42,13 @@ _alive: weakref.WeakSet[Stager] = weakref.WeakSet()
 
 
 def _in_child() -> None:
-    for stager in list(_alive):
-        with contextlib.suppress(OSError):
-            stager.forget()
-    _alive.clear()
+    """Let a forked child (a loader's worker) hold nothing of ours. It must not fail because of that: what is left is left."""
+    ledgers = [(stager.ledger.fd, stager.ledger) for stager in _alive]
+    _alive.clear()  # a child of the child has other files at these numbers
+    with contextlib.suppress(Exception):
+        forget_lines()
+    with contextlib.suppress(Exception):
+        forget_slots(ledgers)  # they stay mapped: the child may read a receipt
 
 
 os.register_at_fork(after_in_child=_in_child)
@@ -63,9 +68,10 @@ class Stager:
             for index, slot in enumerate(held):
                 if slot.nbytes >= made.data_bytes:
                     self._targets_in(index, slot, made)
-        self._headers: dict[int, int] = {}  # by slot: the plan whose header stands in it
+        self._headers: dict[int, tuple[int, int]] = {}  # by slot: the plan whose header stands in it, and its digest
         self.receipts: dict[int, Receipt] = {}  # by slot
         self._skipped = 0
+        self._page = attach.page_if_attached()
         self._served = ledger.words[L_STAGE_FROM]
         self._quiet_until = 0.0
         for slot in held if cuda.is_used() else ():
@@ -82,11 +88,6 @@ class Stager:
         fence()
         self.ledger.words[L_GENERATION] = generation
         fence()
-
-    def forget(self) -> None:
-        """Let go of the descriptors in a forked child: loader workers must not keep the memory. The mappings are gone already."""
-        for fd in (self.ledger.fd, *(slot.fd for slot in self._slots)):
-            os.close(fd)
 
     def deposit(self, link: Link) -> None:
         """Give the memory to a saver that does not have it."""
@@ -131,8 +132,9 @@ class Stager:
         copy(self._targets_in(index, slot, made), made.sources(state))
         slot.map[values_at : values_at + len(values)] = values
         where = (made.data_bytes, header_at, len(made.header), values_at, len(values))
+        sums = (self._headers[index][1], digest.short(values))
         now = time.monotonic_ns()
-        fields = (self._generation, step, made.id, self._place.world, *where, now)
+        fields = (self._generation, step, made.id, self._place.world, *where, *sums, now)
         serial = self.ledger.seal(index, fields, disk)
         self.ledger.words[L_COST] = now - began
         if _LOG.isEnabledFor(logging.DEBUG):
@@ -165,8 +167,12 @@ class Stager:
         self._served = self.ledger.words[L_STAGE_FROM]
 
     def tried(self, step: int) -> None:
-        """Say that this rank is through with a step, whatever came of it: whoever waits for its seal need not."""
+        """Say that this rank is through with a step, whatever came of it: whoever waits for its seal need not. The launcher is
+        told how far it is too, where no heartbeat does."""
         self.ledger.words[L_ATTEMPT] = step + 1
+        page = self._page
+        if page is not None and not page.words[W_BEATS]:
+            page.words[W_STEP] = step
 
     def close(self) -> None:
         """Let go of the memory; the saver has it."""
@@ -201,11 +207,11 @@ class Stager:
             _LOG.log(
                 level, "the state has grown: slot %s has %.2f GB now (rank %s).", index, gigabytes, self._place.rank
             )
-        if self._headers.get(index) != made.id:
+        if self._headers.get(index, (-1,))[0] != made.id:
             at = aligned(made.data_bytes)
             slot.map[at : at + len(made.header)] = made.header
             slot.map[made.data_bytes : at] = bytes(at - made.data_bytes)
-            self._headers[index] = made.id
+            self._headers[index] = made.id, digest.short(made.header)
         return slot
 
     def _targets_in(self, index: int, slot: Slot, made: Plan) -> list[torch.Tensor]:

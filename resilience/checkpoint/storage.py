@@ -19,7 +19,6 @@ import logging
 import os
 import re
 import secrets
-import shutil
 import socket
 import stat
 import threading
@@ -30,7 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from resilience.checkpoint import digest, manifest, writing
+from resilience.checkpoint import digest, files, manifest, writing
 from resilience.checkpoint.manifest import File, Manifest, ManifestError
 from resilience.checkpoint.schedule import Every
 from resilience.checkpoint.writing import Stopwatch, Writer
@@ -78,7 +77,7 @@ class Directory:
             return
         try:
             make_folder(self.path)
-            fd = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            fd = files.open_lock(self.path / ".lock")
         except OSError as error:
             raise CheckpointError(
                 f"{self.path} can't be used for checkpoints: {error.strerror} ({socket.gethostname()}). Nothing was written. "
@@ -94,8 +93,11 @@ class Directory:
             raise _in_use(self.path, holder) from None
         self._lock, self._run = fd, run
         self._sign({"run": run})
-        for path in self.path.glob(f"{_PARTIAL}*"):
-            path.unlink() if path.is_file() else shutil.rmtree(path, ignore_errors=True)
+        self._sweep("")
+
+    def _sweep(self, kind: str) -> None:
+        for path in self.path.glob(f"{_PARTIAL}{kind}*"):
+            files.remove(path)
 
     def hold(self) -> None:
         """Make the folder, and the claim, anew if somebody has removed them. Raises :class:`DirectoryInUse` if another job came."""
@@ -107,7 +109,7 @@ class Directory:
 
     def _is_held(self) -> bool:
         try:
-            return self._lock >= 0 and os.path.samestat(os.fstat(self._lock), (self.path / ".lock").stat())
+            return self._lock >= 0 and os.path.samestat(os.fstat(self._lock), (self.path / ".lock").lstat())
         except FileNotFoundError:
             return False
 
@@ -188,7 +190,7 @@ class Directory:
 
     def discard(self, folder: str) -> None:
         """Remove what was written into a folder that will not become a checkpoint."""
-        shutil.rmtree(self.path / f"{_PARTIAL}{folder}", ignore_errors=True)
+        files.remove(self.path / f"{_PARTIAL}{folder}")
 
     def _free_name(self, step: int) -> Path:
         """Return a name that comes after those that a step has already: of two saves of one step that says which is newer."""
@@ -197,22 +199,24 @@ class Directory:
 
     def set_aside(self, item: Stored, why: str) -> None:
         """Have a checkpoint no longer count. It stays, for whoever wants to look."""
-        (item.path / _ASIDE).write_text(why)
+        files.write_small(item.path / _ASIDE, why)
         sync(item.path)
 
     def prune(self, keep: int, keep_every: int = 0) -> list[Stored]:
         """Remove all but the newest ``keep`` checkpoints (and those of every ``keep_every``-th step); return what is gone.
 
-        The name goes first: what is half removed is no checkpoint any more, and is swept by the next job.
+        The name goes first: what is half removed is no checkpoint any more, and is swept by the next call or the next job. Of a
+        checkpoint that stands elsewhere, behind a link, only the link goes.
         """
+        self._sweep("gone-")
         for_good = Every(steps=keep_every)
         gone = [item for item in self.stored()[max(1, keep) :] if not for_good.has(item.manifest.step)]
         for item in gone:
-            leaving = self.path / f"{_PARTIAL}gone-{item.path.name}"
-            shutil.rmtree(leaving, ignore_errors=True)
+            # A name of its own: one of the same step may have been impossible to remove.
+            leaving = self.path / f"{_PARTIAL}gone-{item.path.name}-{secrets.token_hex(4)}"
             item.path.rename(leaving)
             sync(self.path)
-            shutil.rmtree(leaving, ignore_errors=True)
+            files.remove(leaving)
         return gone
 
 
@@ -261,21 +265,22 @@ def read_manifest(path: Path) -> Manifest:
         raise ManifestError("there is no manifest: it was never finished") from None
     for file in (*found.shards, *found.values):
         try:
-            there = (path / file.name).stat().st_size
+            there = (path / file.name).stat()
         except FileNotFoundError:
             raise ManifestError(f"{file.name} is missing") from None
-        if there != file.nbytes:
-            raise ManifestError(f"{file.name} has {there} bytes, not {file.nbytes}")
+        if not stat.S_ISREG(there.st_mode):
+            raise ManifestError(f"{file.name} is no regular file")
+        if there.st_size != file.nbytes:
+            raise ManifestError(f"{file.name} has {there.st_size} bytes, not {file.nbytes}")
     return found
 
 
 def read_small(path: Path, limit: int) -> bytes:
-    """Return the contents of a file that can't be large. Raises ``OSError`` for one that is, and for what is no file: nobody waits
-    for a pipe, or takes memory for a hole."""
-    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
-        found = os.fstat(file.fileno())
-        if not stat.S_ISREG(found.st_mode) or found.st_size > limit:
-            raise OSError(errno.EFBIG, f"it is no file of up to {in_words(limit)}", str(path))
+    """Return the contents of a file that can't be large. Raises ``OSError`` for one that is, and for what is no file: nobody takes
+    memory for a hole."""
+    with files.opened(path) as (file, nbytes):
+        if nbytes > limit:
+            raise OSError(errno.EFBIG, f"it is larger than {in_words(limit)}", str(path))
         return file.read(limit)
 
 

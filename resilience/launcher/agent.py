@@ -18,6 +18,7 @@ import os
 import signal
 import socket
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch.distributed import DistStoreError
@@ -63,6 +64,7 @@ class Agent(LocalElasticAgent):  # type: ignore[misc]  # torch is untyped here
         coroner: Coroner,
         publish: Callable[[reports.Report], None],
         on_stuck: Callable[[str], None],
+        heed_signals: Callable[[], AbstractContextManager[None]],
         rendezvous_limit: float,
         **options: Any,
     ) -> None:
@@ -73,6 +75,7 @@ class Agent(LocalElasticAgent):  # type: ignore[misc]  # torch is untyped here
         self._coroner = coroner
         self._publish = publish
         self._on_stuck = on_stuck
+        self._heed_signals = heed_signals
         self._rendezvous_limit = rendezvous_limit
         self._stop_grace = float(options["shutdown_timeout"])
         self.cycle = -1
@@ -90,7 +93,7 @@ class Agent(LocalElasticAgent):  # type: ignore[misc]  # torch is untyped here
     # -- torch's hooks ----------------------------------------------------------------------------------------------
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
-        with self._watchdog.phase("the rendezvous did not complete", self._rendezvous_limit):
+        with self._heed_signals(), self._watchdog.phase("the rendezvous did not complete", self._rendezvous_limit):
             for attempt in range(_MEETINGS):
                 try:
                     super()._rendezvous(worker_group)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,12 +30,14 @@ from resilience.launcher.court import Court
 from resilience.launcher.hub import Hub
 from resilience.launcher.logs import Console, CycleLogs
 from resilience.launcher.meeting import NotWanted
-from resilience.launcher.signals import STOP, end_on_signals
+from resilience.launcher.signals import STOP, Prompt, end_on_signals
 from resilience.launcher.venue import Venue, open_venue
 from resilience.observe import report as reports
 
 _LOG = logging.getLogger("resilience.launcher")
 WORKER = str(Path(__file__).parent.parent / "_worker")
+_LEAVE_S = 2.0  # after a signal nobody waits longer for a store that does not answer
+_SHORT_LEAVE_S = 0.5  # … and not so long for one that has not for a second
 
 
 @dataclass(frozen=True)
@@ -69,10 +72,12 @@ class Session:
         lines.speak_through(self.console.say)
         self.last_words: reports.Report | None = None
         self.agent: Agent | None = None
+        self._prompt = Prompt(self.end_promptly)
 
     def run(self) -> None:
         """Run the job to its end. Raises ``ChildFailedError`` or ``SignalException`` as torch does."""
         launch, settings = self.job.launch, self.job.settings
+        end_on_signals()
         config.tell_workers(
             {
                 config.ENV_SOCKET: self.hub.socket_path,
@@ -95,7 +100,8 @@ class Session:
             **launch.rdzv_configs,
         )
         coroner = Coroner()
-        venue = open_venue(parameters, settings)
+        with self._prompt.heed():
+            venue = open_venue(parameters, settings)
         self.agent = Agent(
             spec=self._spec(venue.handler),
             logs_specs=self._logs(),
@@ -112,12 +118,12 @@ class Session:
             coroner=coroner,
             publish=self.publish,
             on_stuck=self.cut_off,
+            heed_signals=self._prompt.heed,
             rendezvous_limit=deadlines.rendezvous_limit(launch),
             start_method=launch.start_method,
             log_line_prefix_template=launch.log_line_prefix_template,
             shutdown_timeout=launch.shutdown_timeout,
         )
-        end_on_signals()
         self._run_agent(self.agent, venue, launch)
 
     def _run_agent(self, agent: Agent, venue: Venue, launch: LaunchConfig) -> None:
@@ -129,7 +135,10 @@ class Session:
         except NotWanted:
             raise
         except BaseException as error:
-            agent.leave()
+            if isinstance(error, (SignalException, KeyboardInterrupt)):
+                leave_in_time(agent, _LEAVE_S)
+            else:
+                agent.leave()
             if isinstance(error, (Exception, SignalException)):
                 events.record(agent.get_event_failed(), launch.event_log_handler)
             if isinstance(error, Exception) and not venue.has_roster:
@@ -177,6 +186,19 @@ class Session:
         """Choose the exit code after a signal: of a script that calls us, one that asks to stop is a preemption."""
         if signum in STOP and self.hub.adopted():
             self.exit_code = exits.PREEMPTED
+
+    def end_promptly(self, signum: signal.Signals) -> None:
+        """End on a signal that the main thread can't take: it waits in a store call. Runs in a thread of its own."""
+        try:
+            _LOG.warning("ended by %s, while the nodes came together. No workers run here.", signum.name)
+            self.ended_by(signum)
+            if signal.getsignal(signum) is signal.default_int_handler:
+                self.exit_code = 128 + signum
+            if self.agent is not None:
+                leave_in_time(self.agent, _SHORT_LEAVE_S)
+            self.close()
+        finally:
+            os._exit(self.exit_code)
 
     def publish(self, report: reports.Report) -> None:
         """Keep a report and show it; the one that ends the job is shown last of all."""
@@ -240,4 +262,12 @@ class Session:
             meaning = exits.MEANINGS.get(self.exit_code) or HARDWARE_CODES.get(self.exit_code, "interrupted")
             _LOG.info("exit code %s: %s.", self.exit_code, meaning)
         _LOG.info("reports and logs: %s", self.run_dir)
+        self._prompt.close()
         self.console.close()
+
+
+def leave_in_time(agent: Agent, limit: float) -> None:
+    """Have the others know that we leave, if the store takes it in time; else they see that we are silent."""
+    leaving = threading.Thread(target=agent.leave, name="resilience-leave", daemon=True)
+    leaving.start()
+    leaving.join(limit)

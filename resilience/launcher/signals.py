@@ -2,6 +2,9 @@
 
 Handlers only leave a note. Outside of training (imports, rendezvous) there is nothing to agree on, and torch's own handling
 stands: the signal ends the launcher.
+
+Hazard: Python runs no handler while the main thread is in C++, and torch's stores wait there, for minutes: for the store to be
+served, for the other nodes, for a key. :class:`Prompt` is for those.
 """
 
 from __future__ import annotations
@@ -9,7 +12,10 @@ from __future__ import annotations
 import logging
 import os
 import signal
-from collections.abc import Callable, Mapping
+import socket
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from types import FrameType
 
 from torch.distributed.elastic.multiprocessing import SignalException
@@ -18,6 +24,8 @@ from resilience.monitor import proc
 
 _LOG = logging.getLogger("resilience.launcher")
 STOP = (signal.SIGTERM, signal.SIGUSR1)
+_ENDING = (*STOP, signal.SIGHUP, signal.SIGQUIT)
+_HANDLER_S = 1.0  # for the main thread to take a signal, before it is taken from it
 
 
 def end_on_signals() -> None:
@@ -26,9 +34,56 @@ def end_on_signals() -> None:
     def end(signum: int, frame: FrameType | None) -> None:
         raise SignalException(f"process {os.getpid()} got signal {signum}", sigval=signal.Signals(signum))
 
-    for signum in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT):
+    for signum in _ENDING:
         if signal.getsignal(signum) != signal.SIG_IGN:  # nohup
             signal.signal(signum, end)
+
+
+class Prompt:
+    """Ends the launcher on a signal that its main thread can't take: ``end(signal)`` is called in a thread of ours, and ends it.
+
+    The interpreter's handler in C is not held up: it writes the signal's number to a socket. If the main thread has not left the
+    block a second later, it is in a call that knows of no signals.
+    """
+
+    def __init__(self, end: Callable[[signal.Signals], None]) -> None:
+        self._end = end
+        self._ear, self._mouth = socket.socketpair()
+        self._mouth.setblocking(False)
+        self._left = threading.Event()
+        self._left.set()
+        self._turn = threading.Lock()  # either the main thread goes on, or we end it
+        threading.Thread(target=self._listen, name="resilience-signals", daemon=True).start()
+
+    @contextmanager
+    def heed(self) -> Iterator[None]:
+        """Have signals end the launcher within a second or so, whatever the block waits for. Main thread only.
+
+        Not where processes are forked: their signals would be heard here too.
+        """
+        self._left = threading.Event()
+        before = signal.set_wakeup_fd(self._mouth.fileno(), warn_on_full_buffer=False)
+        try:
+            yield
+        finally:
+            with self._turn:
+                self._left.set()
+            signal.set_wakeup_fd(before)
+
+    def close(self) -> None:
+        """Hear no more. Nothing happens within a block: its signals still come here."""
+        if self._left.is_set():
+            self._mouth.close()
+
+    def _listen(self) -> None:
+        with self._ear:
+            while heard := self._ear.recv(1):
+                signum = signal.Signals(heard[0])
+                if signum not in (*_ENDING, signal.SIGINT) or self._left.wait(_HANDLER_S):
+                    continue
+                with self._turn:
+                    if not self._left.is_set():
+                        self._end(signum)
 
 
 class Signals:

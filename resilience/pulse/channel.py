@@ -48,7 +48,7 @@ def connect(path: str, timeout: float) -> socket.socket:
 
 def send(sock: socket.socket, message: Message, fds: tuple[int, ...] = ()) -> None:
     """Send one message. Raises ``OSError`` when the other end is gone or full."""
-    data = json.dumps(message, separators=(",", ":"), ensure_ascii=False).encode(errors="replace")
+    data = json.dumps(message, separators=(",", ":"), ensure_ascii=False).encode(errors="surrogatepass")
     if len(data) > MAX_BYTES:
         raise OSError(errno.EMSGSIZE, f"a message of {len(data)} bytes is too long")
     ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []

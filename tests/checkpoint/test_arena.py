@@ -170,3 +170,43 @@ def test_forked_child_does_not_have_it_mapped() -> None:
     repo = Path(arena.__file__).parents[2]
     done = subprocess.run([sys.executable, "-c", _FORK], cwd=repo, timeout=60, check=False)
     assert done.returncode == 40
+
+
+_LET_GO = """
+import gc, mmap, os, sys
+from resilience.checkpoint.arena import Slot, forget_slots
+
+slot, grown, left = Slot.create(1 << 20), Slot.create(1 << 20), Slot.create(1 << 20)
+stale = memoryview(grown.map)
+grown.grow(1 << 21)  # the old mapping lives on in the view
+view = memoryview(left.map)
+left.close()  # so does this one
+other = os.memfd_create("other")
+os.ftruncate(other, 4096)
+room = mmap.mmap(other, 4096)
+mine = os.memfd_create("mine")
+child = os.fork()
+if child:
+    sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+forget_slots([(other, room)])
+forget_slots()  # as in a child of the child
+names = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{fd}")]
+assert not [name for name in names if "resilience-slot" in name or "other" in name], names
+os.fstat(mine)
+own = [mmap.mmap(-1, 1 << 20) for _ in range(8)]  # at the addresses of the slots, as likely as not
+for number in range(3, 30):
+    os.dup2(mine, number)  # and at the numbers of their descriptors
+del slot, grown, left, stale, view, room
+gc.collect()
+for memory in own:
+    memory[:] = bytes(1 << 20)
+for number in range(3, 30):
+    os.fstat(number)
+"""
+
+
+@pytest.mark.spawns
+def test_forked_child_that_lets_go_of_it_has_no_descriptor_and_keeps_what_it_has_in_its_place() -> None:
+    repo = Path(arena.__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", _LET_GO], cwd=repo, timeout=60, check=False)
+    assert done.returncode == 0  # also of the interpreter's own end, which lets go of all objects

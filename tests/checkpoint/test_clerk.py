@@ -39,7 +39,8 @@ def slot() -> Iterator[Slot]:
 @pytest.fixture
 def seal() -> Seal:
     ledger = Ledger.create(2, rank=0, world=1)
-    ledger.seal(0, (3, 7, 1, 1, len(DATA), 12288, 4096, 16384, len(VALUES), 5), on_disk=True)
+    sums = (digest.short(HEADER), digest.short(VALUES))
+    ledger.seal(0, (3, 7, 1, 1, len(DATA), 12288, 4096, 16384, len(VALUES), *sums, 5), on_disk=True)
     (found,) = ledger.seals()
     ledger.close()
     return found
@@ -234,3 +235,13 @@ def test_older_ones_that_can_not_be_removed_are_said_and_no_failure(
     monkeypatch.setattr(directory, "prune", refuse)
     prune(directory, 3, 0)
     assert "could not be removed" in caplog.text
+
+
+@pytest.mark.parametrize("at", [12288, 16384])
+def test_header_or_values_that_changed_since_they_were_sealed_are_not_written(
+    directory: Directory, slot: Slot, seal: Seal, at: int
+) -> None:
+    slot.map[at] ^= 1
+    written = persist(part(directory, slot, seal))
+    assert "the memory of step 7 has changed since it was sealed" in written.why
+    assert list(directory.path.iterdir()) == []

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import datetime
 import enum
+import io
 import math
 import random
 import struct
@@ -13,11 +14,14 @@ import subprocess
 import sys
 import time
 import types
+import uuid
+import zoneinfo
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from decimal import Decimal
 from fractions import Fraction
-from pathlib import Path
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 import msgpack
@@ -25,9 +29,17 @@ import numpy
 import pytest
 import torch
 
-from resilience.checkpoint import encoding
-from resilience.checkpoint.decoding import decode
-from resilience.checkpoint.encoding import DecodingError, EncodingError, Ext, encode, pack, register_codec
+from resilience.checkpoint import encoding, standard
+from resilience.checkpoint.decoding import decode, looks_only
+from resilience.checkpoint.encoding import (
+    DecodingError,
+    EncodingError,
+    Ext,
+    UnknownCodec,
+    encode,
+    pack,
+    register_codec,
+)
 
 
 class Colour(enum.Enum):
@@ -60,6 +72,9 @@ class Point:
 Pair = namedtuple("Pair", "left right")
 
 
+TEHRAN = datetime.timezone(datetime.timedelta(hours=3, minutes=30), "Tehran")
+
+
 def no_tensor(name: str, form: list[Any]) -> Any:
     return ("tensor", name, form)
 
@@ -73,18 +88,20 @@ def told(value: Any) -> Any:
     kind: Any = type(value)
     if isinstance(value, float):
         return kind, struct.pack("<d", value)
-    if isinstance(value, complex):
-        return kind, told(value.real), told(value.imag)
+    if isinstance(value, (complex, Decimal, datetime.timezone)):  # -0, 1.0 and 1.00, NaN; names
+        return kind, repr(value)
     if isinstance(value, (numpy.ndarray, numpy.generic)):
         return kind, value.dtype, value.shape, value.tobytes()
     more = [getattr(value, "maxlen", None), getattr(value, "default_factory", None)]
+    if isinstance(value, (datetime.datetime, datetime.time)):  # two are equal that are told apart by their zone alone
+        more += [value.fold, told(value.tzinfo)]
     if isinstance(value, argparse.Namespace):
         value = vars(value)
     if isinstance(value, dict):
         return kind, more, [(told(key), told(item)) for key, item in value.items()]
     if isinstance(value, (list, tuple, deque)):
         return kind, more, [told(item) for item in value]
-    return kind, value
+    return kind, more, value
 
 
 def same(one: Any, other: Any) -> bool:
@@ -138,6 +155,26 @@ VALUES: dict[str, Any] = {
     "set": [set(), {1, "a", None, (1, 2), 2.5, b""}, {frozenset({1}), frozenset()}],
     "frozenset": frozenset({frozenset({(1, 2)}), "x"}),
     "range": [range(5), range(10, -5, -3), range(2**70)],
+    "slices": [slice(5), slice(None), slice(-3, None, 2), slice(2**70, 1)],
+    "paths": [Path("a/b"), Path(), Path("/"), Path("a\udcff"), PurePosixPath("//x/y"), PureWindowsPath("C:/a", "b")],
+    "paths as keys": {Path("a"): 1, PureWindowsPath("a"): 2},
+    "dates": [datetime.date.min, datetime.date.max, datetime.date(2024, 2, 29)],
+    "times": [datetime.time.min, datetime.time.max, datetime.time(1, 2, fold=1), datetime.time(3, tzinfo=TEHRAN)],
+    "datetimes": [datetime.datetime.min, datetime.datetime.max, datetime.datetime(2024, 10, 27, 2, 30, fold=1)],
+    "datetimes of a zone": [
+        datetime.datetime(2024, 10, 27, 2, 30, tzinfo=zone, fold=fold)
+        for zone in (datetime.timezone.utc, TEHRAN)
+        for fold in (0, 1)
+    ],
+    "zones": [
+        datetime.timezone.utc,
+        datetime.timezone(datetime.timedelta(0), "UTC"),
+        datetime.timezone(-datetime.timedelta(hours=24, microseconds=-1), "ä\ud800"),
+    ],
+    "spans": [datetime.timedelta.min, datetime.timedelta.max, datetime.timedelta(0), -datetime.timedelta.resolution],
+    "uuids": [uuid.UUID(int=0), uuid.UUID(int=2**128 - 1), uuid.UUID("12345678-1234-5678-1234-567812345678")],
+    "decimals": [Decimal(text) for text in ("0", "-0", "1.10", "1E+999999", "NaN", "-sNaN123", "-Infinity", "1" * 99)],
+    "fractions": [Fraction(0), Fraction(-1, 3), Fraction(2**200, 3**100)],
     "enums": [Colour.RED, Colour.CRIMSON, Level.HIGH, Outer.Inner.ONLY, Mode.WRITE],
     "namespace": namespace(),
     "torch dtypes": [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.bool, torch.complex128],
@@ -174,7 +211,10 @@ def test_comparison_of_these_tests_sees_types_and_signs() -> None:
     """If it did not, none of them could fail."""
     different = [(1, True), (1, 1.0), (0.0, -0.0), ((1,), [1]), ({}, OrderedDict()), (b"", bytearray()), (1, Level.LOW)]
     different += [(deque([1]), deque([1], 3)), (defaultdict(int), defaultdict(list)), (1.5, numpy.float64(1.5))]
-    different += [({"a": 1, "b": 2}, {"b": 2, "a": 1}), (numpy.int32(1), numpy.int64(1))]
+    different += [({"a": 1, "b": 2}, {"b": 2, "a": 1}), (numpy.int32(1), numpy.int64(1)), (0j, complex(-0.0, 0))]
+    different += [(Decimal("1.0"), Decimal("1.00")), (datetime.time(1), datetime.time(1, fold=1))]
+    utc, named = datetime.timezone.utc, datetime.timezone(datetime.timedelta(0), "UTC")
+    different += [(utc, named), (datetime.time(1, tzinfo=utc), datetime.time(1, tzinfo=named))]
     assert not [pair for pair in different if same(*pair)]
     assert same(math.nan, math.nan)
 
@@ -247,6 +287,25 @@ class Sub(str):
     __slots__ = ()
 
 
+class Moment(datetime.datetime):
+    pass
+
+
+class Zone(datetime.tzinfo):
+    def utcoffset(self, moment: datetime.datetime | None) -> datetime.timedelta:
+        return datetime.timedelta(0)
+
+    dst = utcoffset
+
+    def tzname(self, moment: datetime.datetime | None) -> str:
+        return "Zone"
+
+
+def zone_from_a_file(key: str | None) -> zoneinfo.ZoneInfo:
+    table = b"TZif".ljust(20, b"\0") + struct.pack(">6l", 0, 0, 0, 0, 1, 4) + bytes(6) + b"ABC\0"
+    return zoneinfo.ZoneInfo.from_file(io.BytesIO(table), key)
+
+
 UNKNOWN: dict[str, Any] = {
     "object": object(),
     "function": len,
@@ -255,9 +314,15 @@ UNKNOWN: dict[str, Any] = {
     "dataclass": Point(1, 2),
     "named tuple": Pair(1, 2),
     "subclass of str": Sub("a"),
-    "path": Path("x"),
-    "datetime": datetime.datetime(2024, 1, 1),
-    "fraction": Fraction(1, 3),
+    "subclass of a datetime": Moment(2024, 1, 1),
+    "datetime of a zone of its own": datetime.datetime(2024, 1, 1, tzinfo=Zone()),
+    "time of a zone of its own": datetime.time(1, tzinfo=Zone()),
+    "zone without a key": zone_from_a_file(None),
+    "zone with a key of its own": zone_from_a_file("My/Zone"),
+    "datetime of such a zone": datetime.datetime(2024, 1, 1, tzinfo=zone_from_a_file("../UTC")),
+    "slice of texts": slice("a", "b"),
+    "slice of truths": slice(True),
+    "slice of tensors": slice(torch.ones(1)),
     "memoryview": memoryview(b"a"),
     "generator": torch.Generator(),
     "simple namespace": types.SimpleNamespace(),
@@ -278,10 +343,10 @@ def test_unknown_type_is_refused_with_its_place_and_the_way_out(value: Any) -> N
 
 
 def test_unknown_type_in_a_key_or_a_set_is_refused_with_its_place() -> None:
-    with pytest.raises(EncodingError, match=r"^state\.a\.<key>: .*Fraction"):
-        encode({"a": {Fraction(1, 3): 1}})
-    with pytest.raises(EncodingError, match=r"^state\.a\.<item>: .*Fraction"):
-        encode({"a": {Fraction(1, 3)}})
+    with pytest.raises(EncodingError, match=r"^state\.a\.<key>: .*Point"):
+        encode({"a": {Point(1, 3): 1}})
+    with pytest.raises(EncodingError, match=r"^state\.a\.<item>: .*Point"):
+        encode({"a": {Point(1, 3)}})
 
 
 @pytest.mark.parametrize("factory", [lambda: 0, object, Counter, Path, types.SimpleNamespace(__name__="int")])
@@ -418,8 +483,25 @@ def test_value_whose_codec_is_missing_is_refused_by_name() -> None:
     plain, with_tensor = encode(Point(1, 2)), pack(Ext(encoding.TENSOR_FORM, pack(["", "codec", "point", []])))
     encoding._codecs.clear()
     for data in (plain, with_tensor):
-        with pytest.raises(DecodingError, match="no codec 'point' is registered here"):
+        with pytest.raises(UnknownCodec, match="no codec 'point' is registered here"):
             decode(data, no_tensor)
+
+
+@pytest.mark.usefixtures("codecs")
+def test_who_only_looks_needs_neither_codecs_nor_classes() -> None:
+    register_codec(Point, as_list, as_point, "point")
+    state = {"a": Point(1, 2), "b": [{Point(3, 4): 5}], "c": {Point(5, 6)}}
+    data, gone = encode(state), ext(encoding.ENUM, ["gone", "Level", "LOW"])
+    encoding._codecs.clear()
+    with looks_only():
+        found = decode(data, no_tensor)
+        assert repr(decode(gone, no_tensor)) == "<gone.Level.LOW>"
+        assert decode(pack(Ext(encoding.TENSOR_FORM, pack(["", "codec", "point", []]))), no_tensor)[0] == "tensor"
+    assert repr(found["a"]) == "<made by the codec 'point'>"
+    assert [len(found["b"][0]), len(found["c"])] == [1, 1]
+    for lost in (data, gone):
+        with pytest.raises(UnknownCodec):
+            decode(lost, no_tensor)
 
 
 @pytest.mark.usefixtures("codecs")
@@ -515,6 +597,33 @@ HOSTILE: dict[str, bytes] = {
     "array of a negative size": ext(encoding.NUMPY, ["<i4", [-1], b"1234"]),
     "array with huge items": ext(encoding.NUMPY, ["<U999999999", [1], b"1234"]),
     "array without bytes": ext(encoding.NUMPY, ["<i4", None, b""]),
+    "path of no system": ext(standard.PATH, ["MacPath", "a"]),
+    "path that is a number": ext(standard.PATH, ["PosixPath", 5]),
+    "path that is a list": ext(standard.PATH, [["PosixPath"], "a"]),
+    "date of a month that is none": ext(standard.DATE, [2024, 13, 1]),
+    "date that is pickled": ext(standard.DATE, [b"\x07\xe8\x01\x01"]),
+    "time that is pickled": ext(standard.TIME, [b"\0\0\0\0\0\0"]),
+    "time of an hour that is none": ext(standard.TIME, [24, 0, 0, 0, 0, None]),
+    "time of a zone that is none": ext(standard.TIME, [1, 0, 0, 0, 0, "UTC"]),
+    "datetime that is pickled": ext(standard.DATETIME, [b"\x07\xe8\x01\x01\0\0\0\0\0\0"]),
+    "datetime of a fold that is none": ext(standard.DATETIME, [2024, 1, 1, 0, 0, 0, 0, 2, None]),
+    "span that nobody lives": ext(standard.TIMEDELTA, [10**30, 0, 0]),
+    "span of text": ext(standard.TIMEDELTA, ["a", 0, 0]),
+    "zone of more than a day": ext(standard.TIMEZONE, [10**12, None]),
+    "zone with a number as name": ext(standard.TIMEZONE, [0, 5]),
+    "zone elsewhere": pack(Ext(standard.ZONE, b"../../../etc/passwd")),
+    "zone that is a path": pack(Ext(standard.ZONE, b"/etc/localtime")),
+    "zone that is a module": pack(Ext(standard.ZONE, b"os.path")),
+    "zone with a line after it": pack(Ext(standard.ZONE, b"UTC\n")),
+    "zone that is no text": pack(Ext(standard.ZONE, b"\xff")),
+    "zone without a name": pack(Ext(standard.ZONE, b"")),
+    "uuid of 15 bytes": pack(Ext(standard.UUID, bytes(15))),
+    "decimal that is none": pack(Ext(standard.DECIMAL, b"1.2.3")),
+    "fraction of nothing": ext(standard.FRACTION, [1, 0]),
+    "fraction of text": ext(standard.FRACTION, ["1/2", None]),
+    "fraction of floats": ext(standard.FRACTION, [0.5, 1]),
+    "slice of text": ext(standard.SLICE, ["a", None, None]),
+    "slice of four": ext(standard.SLICE, [1, 2, 3, 4]),
     "list as a key": b"\x81\x90\x01",
     "list of 4 billion": b"\xdd\xff\xff\xff\xff",
     "map of 4 billion": b"\xdf\xff\xff\xff\xff",
@@ -678,8 +787,8 @@ def test_one_odd_value_in_a_large_state_is_not_overlooked(odd: Any) -> None:
     states: list[Any] = [[*numbers, odd], dict([*enumerate(numbers), (-1, odd)]), [numbers, [*numbers, [odd]]]]
     for state in states:
         assert same(there_and_back(state), state)
-    with pytest.raises(EncodingError, match=r"^state\.a\.100: .*Fraction"):
-        encode({"a": [*range(100), Fraction(1, 3)]})
+    with pytest.raises(EncodingError, match=r"^state\.a\.100: .*Point"):
+        encode({"a": [*range(100), Point(1, 3)]})
 
 
 # What the packer takes without a word, although it would not come back as it was.

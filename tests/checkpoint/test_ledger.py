@@ -21,7 +21,7 @@ ROW = 16  # words before the first slot's row, and words of a row
 
 def fields(step: int, generation: int = 1) -> tuple[int, ...]:
     """What a rank seals: each word differs, and all follow from the step."""
-    return (generation, step, *(step * 1000 + number for number in range(8)))
+    return (generation, step, *(step * 1000 + number for number in range(10)))
 
 
 def mixed(seal: Seal) -> bool:
@@ -34,6 +34,8 @@ def mixed(seal: Seal) -> bool:
         seal.header,
         seal.values_at,
         seal.values,
+        seal.header_sum,
+        seal.values_sum,
         seal.sealed_at,
     )
     return (seal.generation, seal.step, *values) != fields(seal.step)
@@ -73,8 +75,8 @@ def test_fresh_ledger_has_no_seals_and_all_slots_may_be_written(ledger: Ledger) 
 
 
 def test_seal_is_read_as_it_was_given_through_another_mapping(ledger: Ledger, other: Ledger) -> None:
-    serial = ledger.seal(2, (5, 7, 11, 4, 100, 4096, 200, 8192, 300, 12345), on_disk=True)
-    expected = Seal(2, serial, 5, 7, 11, 4, 100, 4096, 200, 8192, 300, 12345, PENDING, 0, 1)
+    serial = ledger.seal(2, (5, 7, 11, 4, 100, 4096, 200, 8192, 300, 17, 18, 12345), on_disk=True)
+    expected = Seal(2, serial, 5, 7, 11, 4, 100, 4096, 200, 8192, 300, 17, 18, 12345, PENDING, 0, 1)
     assert other.seal_of(2) == expected
     assert other.seals() == [expected]
     assert expected.key == (5, 7)
@@ -138,7 +140,7 @@ def test_half_written_seal_is_no_seal_after_any_of_its_stores(
 @pytest.mark.parametrize("word", range(layout.S_CHECK + 1))
 def test_any_flipped_bit_in_what_is_signed_makes_it_no_seal(ledger: Ledger, word: int) -> None:
     sealed(ledger, 1, step=8)
-    at = ROW + ROW + word
+    at = layout._ROWS + layout._ROW + word
     for bit in range(64):
         ledger.words[at] ^= 1 << bit
         assert ledger.seal_of(1) is None, f"bit {bit}"
@@ -275,7 +277,7 @@ from resilience.checkpoint.ledger import Ledger
 ledger = Ledger(int(sys.argv[1]))
 for step in range(int(sys.argv[2])):
     ledger.begin(step % 3)
-    ledger.seal(step % 3, (1, step, *(step * 1000 + number for number in range(8))), on_disk=False)
+    ledger.seal(step % 3, (1, step, *(step * 1000 + number for number in range(10))), on_disk=False)
 """
 
 

@@ -8,8 +8,11 @@ import gc
 import itertools
 import mmap
 import os
+import random
+import threading
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +21,9 @@ import pytest
 import torch
 
 from resilience.checkpoint import decoding, digest, encoding, shards, storage
-from resilience.checkpoint.encoding import DecodingError
 from resilience.checkpoint.manifest import Manifest
 from resilience.checkpoint.plan import LEADER, OWN, SHARED, Collector, make_plan
-from resilience.checkpoint.reading import Check, Opened, Ref, Source, open_disk, open_memory, share_of_cores
+from resilience.checkpoint.reading import Check, Opened, Ref, Source, open_disk, open_memory, share_of_cores, tile
 from resilience.checkpoint.shards import Piece, ShardError
 from resilience.checkpoint.stager import copy
 from resilience.checkpoint.state import Module
@@ -88,6 +90,111 @@ def test_pieces_of_different_wholes_are_not_put_together() -> None:
     source.add(*rows(3, 6, of=7), own=False)
     with pytest.raises(CheckpointError, match="'w' has pieces that do not belong together"):
         source.fresh(Ref("w"))
+
+
+def cut(total: int, *edges: int) -> list[tuple[int, int]]:
+    """Return the spans between some rows: how one node divides a tensor over its ranks."""
+    return list(itertools.pairwise([0, *sorted(edges), total]))
+
+
+def source_of(spans: Iterable[tuple[int, int]], of: int = 6) -> Source:
+    source = Source()
+    for first, last in spans:
+        source.add(*rows(first, last, of), own=False)
+    return source
+
+
+@pytest.mark.parametrize(
+    "spans",
+    [
+        [*cut(6, 2, 4), *cut(6, 3)],
+        [*cut(6, 3), *cut(6, 2, 4)],
+        [*cut(6, 2, 4), *cut(6)],  # a node of one rank has it whole
+        [*cut(6, 1, 2, 3), *cut(6, 2, 4), *cut(6, 5)],
+        [*cut(6, 2, 4), (0, 3)],  # a rank's shard is lost, and another node has all
+        [(3, 6), *cut(6, 2, 4)],
+        [(0, 2), (2, 2), (3, 3), (2, 6)],
+        [(0, 4), (2, 6), (0, 2)],  # of three nodes, none of which has all
+    ],
+)
+def test_nodes_that_cut_a_tensor_differently_make_one_whole(spans: list[tuple[int, int]]) -> None:
+    for order in (spans, spans[::-1]):
+        source = source_of(order)
+        assert source.fresh(Ref("w"))[:, 1].tolist() == [0, 1, 2, 3, 4, 5]
+        target = torch.full((6, 2), -1.0)
+        source.copy_into("w", target)
+        assert target[:, 0].tolist() == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("spans", "said"),
+    [
+        ([(0, 2), (2, 4), (0, 3)], "lacks row 4 of 6: a shard is missing"),
+        ([(2, 4), (4, 6), (3, 6)], "lacks row 0 of 6: a shard is missing"),
+        ([(0, 2), (2, 4), (3, 6)], "has row 3 twice"),
+        ([(0, 3), (2, 4), (4, 6)], "has row 2 twice"),
+    ],
+)
+def test_nodes_that_cut_a_tensor_differently_and_lack_some_are_refused(spans: list[tuple[int, int]], said: str) -> None:
+    for order in (spans, spans[::-1]):
+        with pytest.raises(CheckpointError, match=f"tensor 'w' {said}"):
+            source_of(order).fresh(Ref("w"))
+
+
+def follow(spans: set[tuple[int, int]], at: int, total: int) -> list[int]:
+    """Return how many spans each way from a row to the last one takes, by trying all."""
+    if at == total:
+        return [0]
+    return [1 + more for begin, end in spans if begin == at < end for more in follow(spans, end, total)]
+
+
+def test_rows_of_any_nodes_are_put_together_exactly_if_they_can_be_and_with_the_fewest_pieces() -> None:
+    noise, seen = random.Random(0), Counter[bool]()
+    for _ in range(2000):
+        total = noise.randrange(1, 12)
+        nodes = [cut(total, *noise.sample(range(1, total), noise.randrange(total))) for _ in range(3)]
+        spans = [span for node in nodes[: noise.randrange(1, 4)] for span in node]
+        for _ in range(noise.randrange(4)):  # shards that are lost, and such as nobody should have written
+            if noise.random() < 0.7 and spans:
+                spans.remove(noise.choice(spans))
+            else:
+                spans.append(tuple(sorted((noise.randrange(total + 1), noise.randrange(total + 1)))))  # type: ignore[arg-type]
+        noise.shuffle(spans)
+        ways = follow(set(spans), 0, total)
+        chosen, reached = tile(spans, total)
+        assert (reached == total) == bool(ways), spans
+        found = [spans[index] for index in chosen]
+        assert [begin for begin, _ in found] == [0, *(end for _, end in found)][: len(found)], spans
+        assert [end for _, end in found][-1:] == [reached][: len(found)], spans
+        if ways:
+            assert len(found) == min(ways), spans
+            assert [spans[::-1][index] for index in tile(spans[::-1], total)[0]] == found, "whatever their order"
+            assert source_of(spans, total).fresh(Ref("w"))[:, 0].tolist() == list(range(total))
+        elif spans:
+            with pytest.raises(CheckpointError, match=r"'w' (lacks row|has row)"):
+                source_of(spans, total).fresh(Ref("w"))
+        seen[bool(ways)] += 1
+    assert min(seen[True], seen[False]) > 300
+
+
+def test_split_of_any_number_of_ranks_goes_with_that_of_any_other() -> None:
+    """As the ranks of nodes divide what DDP has on all of them, tensors without rows included."""
+    shapes = [(7, 3), (0, 3), (), (1, 5), (40, 2), (5, 0), (3,), (0,), (2, 2, 2)]
+    tensors = [torch.rand(shape) for shape in shapes]
+    sizes = [(tuple(tensor.shape), 4) for tensor in tensors]
+    for nodes in itertools.product((1, 2, 3, 4, 8), repeat=2):
+        source = Source()
+        for ranks, rank in [(number, rank) for number in nodes for rank in range(number)]:
+            there = []
+            for part in shards.split(sizes, ranks, rank):
+                tensor = tensors[part.index]
+                mine = tensor if part.rows is None else tensor[part.rows[0] : part.rows[1]]
+                there.append((str(part.index), mine, tuple(tensor.shape), part.rows[0] if part.rows else 0))
+            if there:
+                source.add(*shard(*there), own=False)
+        found = source.tensors()
+        assert len(found) == len(tensors)
+        assert all(torch.equal(found[str(number)], tensor) for number, tensor in enumerate(tensors)), nodes
 
 
 def test_tensor_that_is_nowhere_is_an_error_that_names_it() -> None:
@@ -349,6 +456,16 @@ def test_checkpoint_on_disk_gives_each_rank_its_state(folder: Path, rank: int) -
     assert found.check.wrong() == ""
 
 
+def test_default_device_of_torch_changes_nothing(folder: Path) -> None:
+    """A script's ``torch.set_default_device("cuda")``: arrays are made of tensors on the CPU."""
+    with torch.device("meta"):
+        found = opened(folder, 1)
+        state = found.source.fresh(found.values)
+    assert_state(state, 1)
+    assert state["weight"].device.type == "cpu"
+    assert found.check.wrong() == ""
+
+
 def test_rank_that_a_checkpoint_does_not_know_is_given_the_state_of_the_first(folder: Path) -> None:
     found = opened(folder, WORLD + 2)
     assert_state(found.source.fresh(found.values), 0)
@@ -393,6 +510,57 @@ def test_file_of_another_size_is_refused(folder: Path, change: int) -> None:
     os.truncate(path, path.stat().st_size + change)
     with pytest.raises(CheckpointError, match=r"rank-00002\.safetensors has another size"):
         open_disk(folder, manifest, 0)
+
+
+@pytest.mark.parametrize("name", ["rank-00000.values", "rank-00002.safetensors"])
+@pytest.mark.parametrize("what", ["pipe", "device", "empty file"])
+def test_what_is_no_file_is_neither_waited_for_nor_read_without_end(folder: Path, name: str, what: str) -> None:
+    """All of them are 0 bytes long, and the manifest says so."""
+    good, path = storage.read_manifest(folder), folder / name
+    path.unlink()
+    if what == "pipe":
+        os.mkfifo(path)
+    elif what == "device":
+        path.symlink_to("/dev/zero")
+    else:
+        path.touch()
+    nothing: dict[str, Any] = {"nbytes": 0, "head": 0, "digests": ()}
+    shards_, values = (
+        tuple(replace(file, **nothing) if file.name == name else file for file in files)
+        for files in (good.shards, good.values)
+    )
+    forged = replace(good, shards=shards_, values=values)
+    raised: list[Exception] = []
+
+    def read() -> None:
+        try:
+            open_disk(folder, forged, 0)
+        except Exception as error:  # noqa: BLE001 - what may come is what this is about
+            raised.append(error)
+
+    reading = threading.Thread(target=read)
+    reading.start()
+    reading.join(10)
+    waits = reading.is_alive()
+    while reading.is_alive():  # somebody opens the other end, or it would wait for ever
+        with contextlib.suppress(OSError):
+            os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))
+        reading.join(0.05)
+    assert not waits
+    (error,) = raised
+    assert isinstance(error, (CheckpointError, OSError))
+    assert name in str(error)
+    assert ("no regular file" in str(error)) == (what != "empty file")
+
+
+def test_link_to_a_file_elsewhere_is_read(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    for name in ("rank-00001.values", "rank-00001.safetensors"):
+        (folder / name).rename(elsewhere / name)
+        (folder / name).symlink_to(elsewhere / name)
+    found = opened(folder, 1)
+    assert_state(found.source.fresh(found.values), 1)
+    assert found.check.wrong() == ""
 
 
 def test_file_that_is_gone_is_an_error(folder: Path) -> None:
@@ -445,7 +613,7 @@ class Slots:
         self.name = f"slot-{next(_numbers)}-"  # those of other tests may still be looked into
         self.fds: list[int] = []
         self.message: dict[str, Any] = {"peers": []}
-        self.values: dict[int, tuple[int, int]] = {}
+        self.values: dict[int, tuple[int, int, int]] = {}
         self.digests: dict[int, list[str]] = {}
         for rank in range(WORLD):
             header, data, encoded = staged(rank)
@@ -454,9 +622,11 @@ class Slots:
             os.pwrite(fd, data, 0)
             os.pwrite(fd, header + encoded, at)
             self.fds.append(fd)
-            self.values[rank] = (at + len(header), len(encoded))
+            self.values[rank] = (at + len(header), len(encoded), digest.short(encoded))
             self.digests[rank] = digest.digests(memoryview(data), digest.chunk_size(len(data)))
-            self.message["peers"].append({"rank": rank, "header": [at, len(header)], "data": len(data)})
+            self.message["peers"].append(
+                {"rank": rank, "header": [at, len(header), digest.short(header)], "data": len(data)}
+            )
 
     def open(self, rank: int, known: Callable[[int], mmap.mmap | None] = lambda fd: None) -> Opened:
         message = {**self.message, "values": self.values[rank], "digests": self.digests[rank]}
@@ -560,8 +730,11 @@ def test_descriptors_are_closed_whatever_happens(slots: Slots) -> None:
     with pytest.raises(ValueError, match="zip"):
         slots.open(2)
     slots.message["peers"].append(last)
-    at, length = slots.message["peers"][1]["header"]
+    at, length, _ = slots.message["peers"][1]["header"]
     os.pwrite(slots.fds[1], b"x" * length, at)
+    with pytest.raises(CheckpointError, match="header of rank 1 in memory is not what was sealed"):
+        slots.open(2)
+    slots.message["peers"][1]["header"][2] = digest.short(b"x" * length)
     with pytest.raises(ShardError):
         slots.open(2)
     gc.collect()  # a mapping has a descriptor of its own, and goes with the last that looks into it
@@ -569,14 +742,14 @@ def test_descriptors_are_closed_whatever_happens(slots: Slots) -> None:
 
 
 def test_snapshot_without_anything_of_this_rank_is_an_error_and_no_empty_state(slots: Slots) -> None:
-    slots.values[9], slots.digests[9] = (0, 0), []
+    slots.values[9], slots.digests[9] = (0, 0, 0), []
     with pytest.raises(CheckpointError, match="nothing of rank 9"):
         slots.open(9)
 
 
 def test_values_that_were_overwritten_are_an_error(slots: Slots) -> None:
     os.pwrite(slots.fds[0], b"\xc1" * 50, slots.values[0][0])
-    with pytest.raises(DecodingError):
+    with pytest.raises(CheckpointError, match="values of rank 0 in memory are not what was sealed"):
         slots.open(0)
 
 

@@ -52,9 +52,9 @@ def test_candidates_come_newest_first_and_memory_before_disk(
         (None, ALL, {}, None),
         (None, [], {(2, 9): TRIES - 1}, M9),
         (None, [], {(2, 9): TRIES}, M8),  # in memory and on disk it is the same snapshot
-        (None, [], {(2, 9): TRIES, (2, 8): TRIES + 1}, D50),
+        (None, [], {(2, 9): TRIES, (2, 8): TRIES + 1}, M8),  # only one is to blame
         (None, [M8], {(2, 9): TRIES}, D8),
-        (None, [], {(2, 9): TRIES, (2, 8): TRIES, (1, 50): TRIES}, M9),  # there is no other
+        (None, [M8, D8, D50], {(2, 9): TRIES, (2, 8): TRIES}, M9),  # there is no other
         (None, [M8, D8, D50], {(2, 9): TRIES}, M9),
         (None, [M9, M8, D8, D50], {(2, 9): TRIES}, D9),
         (8, [], {}, M8),
@@ -97,7 +97,16 @@ def test_what_is_passed_over_for_an_older_one_is_set_aside_once() -> None:
     assert set_aside(ALL, M8, {(2, 9): TRIES}) == [(2, 9)]
     assert set_aside(ALL, M8, {(2, 9): TRIES - 1}) == []  # it was bad
     assert set_aside(ALL, M9, {(2, 9): TRIES, (2, 8): TRIES}) == []
-    assert set_aside(ALL, D50, {(2, 9): TRIES, (2, 8): TRIES}) == [(2, 8), (2, 9)]
+    assert set_aside(ALL, M8, {(2, 9): TRIES, (2, 8): TRIES}) == [(2, 9)]
+
+
+def test_only_one_is_set_aside_without_progress_in_between() -> None:
+    """Restarts that fail from the one before it too fail for another reason: to go back further would only lose more."""
+    failed = {(2, 9): TRIES, (2, 8): 7}
+    assert pick(ALL, bad={}, failed=failed) == M8
+    left = [item for item in ALL if item.key != (2, 9)]  # it was marked, and a later job does not find it
+    assert pick(left, bad={}, failed=failed) == M8
+    assert set_aside(left, M8, failed) == []
 
 
 def test_step_that_is_there_twice_is_tried_twice_in_the_order_given() -> None:

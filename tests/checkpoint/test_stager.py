@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -69,3 +72,55 @@ def test_mapping_is_found_by_any_descriptor_of_its_slot_and_by_no_other(stager: 
     finally:
         os.close(again)
         os.close(other)
+
+
+_WORKER = """
+import gc, os, sys, torch
+from resilience.checkpoint.flash import FlashCheckpoint
+from resilience.checkpoint.receipt import Level
+
+torch.set_num_threads(1)
+
+def holds():
+    found = []
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            found.append(os.readlink(f"/proc/self/fd/{fd}"))
+        except OSError:  # that of the listing
+            continue
+    return [name for name in found if "resilience" in name or name.startswith(("socket:", "anon_inode:[eventfd]"))]
+
+known = set(holds())
+checkpoint = FlashCheckpoint(sys.argv[1], model=torch.nn.Linear(1000, 1000), disk_every=None)
+receipt = checkpoint.save(0)
+checkpoint.wait(level="COMPLETE")
+child = os.fork()
+if child == 0:
+    left = set(holds()) - known
+    assert not left, left
+    assert receipt.level is Level.COMPLETE  # it can still be read
+    grandchild = os.fork()
+    if grandchild:
+        assert os.waitpid(grandchild, 0)[1] == 0
+    mine = [torch.ones(1_000_000) for _ in range(9)]  # where the slots were
+    del checkpoint
+    gc.collect()
+    assert all(int(it.sum()) == 1_000_000 for it in mine)
+    sys.exit()
+assert os.waitpid(child, 0)[1] == 0
+assert checkpoint.wait().level is Level.DURABLE  # its line is still there
+assert checkpoint.restore() == 1
+checkpoint.save(1)
+checkpoint.close()
+"""
+
+
+@pytest.mark.spawns
+def test_forked_child_holds_nothing_of_its_parents_and_may_drop_the_checkpoint(
+    tmp_path: Path, saver_home: Path
+) -> None:
+    command = [sys.executable, "-c", _WORKER, str(tmp_path / "checkpoints")]
+    env = {**os.environ, "TMPDIR": str(saver_home)}
+    repo = Path(plan.__file__).parents[2]
+    done = subprocess.run(command, cwd=repo, env=env, timeout=90, check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from resilience.checkpoint import encoding, shards
+from resilience.checkpoint.optimizers import Names, Optimizer
 from resilience.checkpoint.plan import Collector, make_plan
 from resilience.checkpoint.reading import Source, decode
 from resilience.checkpoint.stager import copy as copied
-from resilience.checkpoint.state import Optimizer
+from resilience.checkpoint.state import Module
 
 Maker = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
 
@@ -73,7 +74,7 @@ def saved(part: Optimizer) -> tuple[Any, Source]:
 
 
 def alone(optimizer: torch.optim.Optimizer) -> Optimizer:
-    return Optimizer("optimizer", optimizer, {}, [])
+    return Optimizer("optimizer", optimizer, Names([]))
 
 
 def restored(target: torch.optim.Optimizer, origin: torch.optim.Optimizer) -> None:
@@ -368,7 +369,9 @@ def test_state_follows_the_name_of_its_parameter_and_not_its_number(groups: list
         for number, parameter in enumerate(parameters.values()):
             parameter.grad = torch.full((3,), number + 1.0)
         optimizer.step()
-        return Optimizer("o", optimizer, {id(one): name for name, one in parameters.items()}, []), parameters
+        module = Module("m", torch.nn.ParameterDict(parameters), replicated=False)
+        module.state()
+        return Optimizer("o", optimizer, Names([module])), parameters
 
     (one, origin), (other, target) = part(["ab", "c"] if len(groups) == 2 else ["abc"]), part(groups)
     for entry in other.optimizer.state.values():
@@ -382,13 +385,72 @@ def test_state_follows_the_name_of_its_parameter_and_not_its_number(groups: list
         assert wanted.any()
 
 
-@pytest.mark.parametrize("sizes", [[2, 1], [1, 1, 1], [3, 1], []])
-def test_groups_of_another_size_are_refused_as_torch_does(sizes: list[int]) -> None:
+@pytest.mark.parametrize("sizes", [[2, 1], [1, 1, 1], [3, 1], [3]])
+def test_groups_of_other_parameters_are_said(sizes: list[int]) -> None:
     def optimizer(sizes: list[int]) -> torch.optim.Optimizer:
-        return torch.optim.Adam([{"params": [torch.zeros(1) for _ in range(size)]} for size in sizes or [3]])
+        return torch.optim.Adam([{"params": [torch.zeros(1) for _ in range(size)]} for size in sizes])
 
-    with pytest.raises(ValueError, match="loaded state dict"):
-        restored(optimizer([1, 2]), optimizer(sizes))
+    (said,) = alone(optimizer([1, 2])).check(*saved(alone(optimizer(sizes))), strict=True)
+    assert "grouped in another way" in said or "#3" in said
+
+
+def named(model: torch.nn.Module, make: Maker) -> Optimizer:
+    """Return the part of an optimizer that has stepped, of a model called m."""
+    optimizer = make(list(model.parameters()))
+    for number, parameter in enumerate(model.parameters()):
+        parameter.grad = torch.full_like(parameter, number + 1.0)
+    optimizer.step()
+    module = Module("m", model, replicated=False)
+    module.state()
+    return Optimizer("o", optimizer, Names([module]))
+
+
+def test_settings_follow_their_parameters_where_groups_are_in_another_order() -> None:
+    model = torch.nn.Linear(2, 3)
+    groups = [{"params": [model.weight], "lr": 0.5}, {"params": [model.bias], "lr": 0.25}]
+    one = named(model, lambda _: torch.optim.SGD(groups))
+    other = named(model, lambda _: torch.optim.SGD([{**groups[1], "lr": 9.0}, {**groups[0], "lr": 9.0}]))
+    tree, source = saved(one)
+    assert other.check(tree, source, strict=True) == []
+    other.load(tree, source)
+    assert [group["lr"] for group in other.optimizer.param_groups] == [0.25, 0.5]
+
+
+def test_optimizer_of_another_kind_is_refused_or_left_as_it_is() -> None:
+    model = torch.nn.Linear(2, 3)
+    tree, source = saved(named(model, torch.optim.Adam))
+    other = named(model, lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9))
+    before = copy.deepcopy(other.optimizer.state_dict())
+    assert other.check(tree, source, strict=True) == [
+        "o is a torch.optim.sgd.SGD, in the checkpoint a torch.optim.adam.Adam"
+    ]
+    assert other.check(tree, source, strict=False) == other.check(tree, source, strict=True)
+    other.load(tree, source)
+    assert str(other.optimizer.state_dict()) == str(before)
+
+
+def test_kindred_optimizer_takes_the_state_over_if_not_strict() -> None:
+    model = torch.nn.Linear(2, 3)
+    tree, source = saved(named(model, torch.optim.Adam))
+    other = named(model, torch.optim.AdamW)
+    assert "in the checkpoint a torch.optim.adam.Adam" in other.check(tree, source, strict=True)[0]
+    assert other.check(tree, source, strict=False) == []
+    other.load(tree, source)
+    assert other.optimizer.param_groups[0]["weight_decay"] == 0
+
+
+def test_parameters_that_were_replaced_keep_their_names() -> None:
+    """Identities are used again: names by what was there once would go to whoever came after."""
+    model = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(1)) for _ in range(4)])
+    module = Module("m", model, replicated=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    part = Optimizer("o", optimizer, Names([module]))
+    for round_ in range(20):
+        for number in (3, 1, 0, 2) if round_ % 2 else (0, 2, 1, 3):
+            model[number] = torch.nn.Parameter(torch.zeros(1))
+        optimizer.param_groups[0]["params"] = [model[number] for number in (2, 0, 3, 1)]
+        module.state()
+        assert part.order() == ["m.2", "m.0", "m.3", "m.1"]
 
 
 def test_time_grows_with_the_number_of_parameters_and_not_with_its_square() -> None:

@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import mmap
 import os
 import random
+import resource
 import shutil
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from resilience.checkpoint import digest, manifest, storage, writing
+from resilience.checkpoint import digest, files, manifest, storage, writing
 from resilience.checkpoint.manifest import Manifest, ManifestError
+from resilience.checkpoint.saver import clerk, restores
+from resilience.checkpoint.saver.chair import Write
 from resilience.checkpoint.storage import Directory, DirectoryInUse, Stored
 from resilience.checkpoint.writing import Stopwatch
+from resilience.errors import CheckpointError
 
 REPO = Path(storage.__file__).parents[2]
 BLOCK = 4096
@@ -253,6 +259,27 @@ def test_file_that_may_not_grow_raises_in_the_middle_and_is_swept_by_the_next_jo
     assert [path.name for path in tmp_path.iterdir()] == [".lock"]
 
 
+@contextlib.contextmanager
+def file_size_limit(nbytes: int) -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_file_that_may_not_grow_is_a_failure_that_says_what_to_do(directory: Directory) -> None:
+    folder = directory.partial("5")
+    values = storage.write_file(folder / "rank-00000.values", 0, b"", memoryview(b"values"))
+    wanted = Write((1, 5), 1, 0, 0.0, set(), [], [asdict(values) | {"digests": list(values.digests)}])
+    with file_size_limit(10):
+        said = clerk.commit(directory, "5", wanted, {})
+    assert said.startswith(f"step 5 could not be written to {directory.path} (")
+    assert ": File too large. What was durable before stays. A file may not grow that large: raise the limit" in said
+    assert clerk.commit(directory, "5", wanted, {}) == ""
+
+
 def test_mark_tells_nodes_that_they_share_a_directory_and_goes_with_its_maker(directory: Directory) -> None:
     first, second = directory.mark(), directory.mark()
     assert [path.name for path in directory.path.glob(".partial-*")] == [second] != [first]
@@ -339,6 +366,51 @@ def test_what_an_earlier_job_left_half_done_is_swept(directory: Directory) -> No
     assert {item.name for item in directory.path.iterdir()} == {".lock", path.name}
 
 
+def test_link_in_the_place_of_the_lock_is_refused_in_words_and_what_it_leads_to_is_not_touched(tmp_path: Path) -> None:
+    """A directory may have been unpacked from somebody's archive."""
+    victim, home = tmp_path / "victim", tmp_path / "checkpoints"
+    victim.write_text("precious")
+    home.mkdir()
+    for target in (victim, tmp_path / "not-there"):
+        (home / ".lock").symlink_to(target)
+        with pytest.raises(CheckpointError, match=r"\.lock is a symbolic link.* Nothing was written\. Remove it"):
+            Directory(home).claim("job")
+        (home / ".lock").unlink()
+    assert victim.read_text() == "precious"
+    assert not (tmp_path / "not-there").exists()
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_lock_that_is_no_file_is_refused_in_words(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    make(tmp_path / ".lock")
+    with pytest.raises(CheckpointError, match=r"\.lock is no regular file"):
+        Directory(tmp_path).claim("job")
+
+
+def test_lock_that_becomes_a_link_while_it_is_held_is_no_longer_ours(directory: Directory, tmp_path: Path) -> None:
+    (directory.path / ".lock").rename(tmp_path / "moved")
+    (directory.path / ".lock").symlink_to(tmp_path / "moved")
+    with pytest.raises(CheckpointError, match="is a symbolic link"):
+        directory.hold()
+
+
+def test_links_and_pipes_that_look_half_done_are_swept_and_what_they_lead_to_stays(tmp_path: Path) -> None:
+    """Else the next save of that name would be written wherever a link leads."""
+    elsewhere, home = tmp_path / "elsewhere", tmp_path / "checkpoints"
+    elsewhere.mkdir()
+    home.mkdir()
+    (elsewhere / "file").write_text("precious")
+    (home / ".partial-5").symlink_to(elsewhere)
+    (home / ".partial-6").symlink_to(elsewhere / "file")
+    (home / ".partial-7").symlink_to("nowhere")
+    os.mkfifo(home / ".partial-8")
+    directory = Directory(home)
+    directory.claim("job")
+    directory.close()
+    assert [path.name for path in home.iterdir()] == [".lock"]
+    assert (elsewhere / "file").read_text() == "precious"
+
+
 def test_full_disk_does_not_keep_a_job_from_claiming(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def pwrite(fd: int, data: bytes, at: int) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -386,6 +458,12 @@ def unlist(path: Path, how: str) -> None:
         contents.write_bytes(contents.read_bytes().replace(b'"step": 2', b'"step": 3'))
     elif how == "empty manifest":
         contents.write_bytes(b"")
+    elif how == "pipe":
+        (path / "rank-00001.values").unlink()
+        os.mkfifo(path / "rank-00001.values")
+    elif how == "device":
+        (path / "rank-00001.values").unlink()
+        (path / "rank-00001.values").symlink_to("/dev/zero")
     elif how == "manifest is a folder":
         contents.unlink()
         contents.mkdir()
@@ -402,6 +480,8 @@ def unlist(path: Path, how: str) -> None:
         ("wrong size", "rank-00000.safetensors has 9095 bytes, not 9096"),
         ("damaged manifest", "its digest is wrong"),
         ("empty manifest", "its digest is wrong"),
+        ("pipe", "rank-00001.values is no regular file"),
+        ("device", "rank-00001.values is no regular file"),
         ("manifest is a folder", "Is a directory"),
         ("a file", "Not a directory"),
     ],
@@ -429,6 +509,39 @@ def test_checkpoint_that_was_set_aside_is_left_out_with_the_reason_and_stays_on_
     assert complaints == [f"{path}: it was set aside: two restarts failed from it. It is left out."]
     assert directory.prune(1) == []
     assert storage.read_manifest(path).step == 2
+
+
+@pytest.mark.parametrize("name", [".aside", ".aside.new"])
+def test_mark_that_is_set_is_not_written_through_a_link(directory: Directory, tmp_path: Path, name: str) -> None:
+    victim, path = tmp_path / "victim", write(directory, 1)
+    (item,) = directory.stored()
+    (path / name).symlink_to(victim)  # which leads nowhere: the checkpoint counts
+    directory.set_aside(item, "two restarts failed from it")
+    assert not victim.exists()
+    assert (path / ".aside").read_text() == "two restarts failed from it"
+    assert not (path / ".aside").is_symlink()
+    assert not os.path.lexists(path / ".aside.new")
+    assert directory.stored() == []
+
+
+@pytest.mark.parametrize("name", [".restores.json", ".restores.json.new"])
+def test_what_the_job_went_on_from_is_not_noted_through_a_link(tmp_path: Path, name: str) -> None:
+    victim, home = tmp_path / "victim", tmp_path / "checkpoints"
+    home.mkdir()
+    victim.write_text("precious")
+    (home / name).symlink_to(victim)
+    restores.write(home, {(1, 2): 3})
+    assert victim.read_text() == "precious"
+    assert restores.read(home) == {(1, 2): 3}
+    assert [path.name for path in home.iterdir()] == [".restores.json"]
+
+
+def test_small_file_that_can_not_be_written_leaves_the_one_before(tmp_path: Path) -> None:
+    files.write_small(tmp_path / "file", "before")
+    with file_size_limit(3), pytest.raises(OSError) as caught:
+        files.write_small(tmp_path / "file", "after")
+    assert caught.value.errno == errno.EFBIG
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("file", "before")]
 
 
 # -- what is kept ---------------------------------------------------------------------------------------------------------
@@ -483,4 +596,33 @@ def test_crash_while_pruning_leaves_nothing_that_is_listed_and_the_next_job_swee
     assert complaints == []
     directory.close()
     directory.claim("next")
+    assert {path.name for path in directory.path.iterdir()} == {".lock", "step-00000002"}
+
+
+def test_checkpoint_behind_a_link_is_pruned_by_removing_the_link(directory: Directory, tmp_path: Path) -> None:
+    """Somebody has moved an old one to other storage."""
+    path, moved = write(directory, 1), tmp_path / "moved"
+    path.rename(moved)
+    path.symlink_to(moved)
+    write(directory, 2)
+    assert [item.manifest.step for item in directory.prune(1)] == [1]
+    assert {path.name for path in directory.path.iterdir()} == {".lock", "step-00000002"}
+    assert storage.read_manifest(moved).step == 1
+
+
+def test_what_could_not_be_removed_is_tried_again_by_the_next_pruning(
+    directory: Directory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (1, 2):
+        write(directory, step)
+    for _ in range(2):  # the second time another one of the same step
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                shutil, "rmtree", lambda path, ignore_errors: None
+            )  # a file in it is open elsewhere, over NFS
+            assert [item.manifest.step for item in directory.prune(1)] == [1]
+        assert list(directory.path.glob(".partial-gone-step-00000001*"))
+        write(directory, 1)
+    shutil.rmtree(directory.path / "step-00000001")
+    assert directory.prune(1) == []
     assert {path.name for path in directory.path.iterdir()} == {".lock", "step-00000002"}

@@ -87,6 +87,24 @@ def test_ddp_on_two_nodes_goes_on_from_the_shared_directory_in_a_new_job(
         assert finals(it) == undisturbed
 
 
+@pytest.mark.long
+def test_ddp_on_nodes_with_different_numbers_of_ranks_goes_on_from_the_shared_directory_in_a_new_job(
+    tmp_path: Path,
+) -> None:
+    """Each node writes all of the model: one in thirds and the other in halves, then one in quarters and the other whole."""
+    first = 0
+    for ranks, steps in (((3, 2), 4), ((4, 1), 7), ((2, 3), 9)):
+        with Fleet(tmp_path / f"{steps}", "2", OPTIONS, [DDP, str(tmp_path / "ck"), f"{steps}"]) as it:
+            for number in ranks:
+                it.add(f"--nproc-per-node={number}")
+            end(it)
+            found = [path for node in it.nodes for path in node.progress.glob("starts_*")]
+            assert sorted(path.name for path in found) == [f"starts_{rank}" for rank in range(5)]
+            assert {path.read_text() for path in found} == {f"{first}\n"}, it.logs()
+        first = steps
+        assert Directory(tmp_path / "ck").stored()[0].manifest.step == steps - 1
+
+
 def notes(it: Fleet, what: str) -> list[tuple[int, int]]:
     """The ranks and steps of such notes."""
     found = [(rank, note[1]) for node in it.nodes for rank in range(4) for note in node.notes(rank)]

@@ -243,7 +243,10 @@ class Book:
         elif op == "done":
             self.done = True
             self.directory.say_leaving()
-            self._went_well()
+            if all(
+                member.said_bye for member in self.roll.locals().values()
+            ):  # otherwise the job is over because one died
+                self._went_well()
         else:
             self._serve(self, message)
 

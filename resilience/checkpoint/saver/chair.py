@@ -352,7 +352,13 @@ class Chair:
         if choice is None:
             return
         agreement.loaded[node] = str(message["wrong"])
+        if message.get("misfit"):
+            agreement.misfits.add(node)
         if agreement.late(self._seats):
+            return
+        if agreement.misfit():
+            self._tell(_ME, op="bad", key=choice.key, why="")  # that is no failure of a restart
+            self._refuse(agreement.misfit())
             return
         wrong = next((text for text in agreement.loaded.values() if text), "")
         if wrong:

@@ -6,6 +6,7 @@ whether the seal is still the same.
 
 from __future__ import annotations
 
+import errno
 import functools
 import logging
 import queue
@@ -26,6 +27,14 @@ from resilience.checkpoint.writing import Stopwatch
 from resilience.errors import CheckpointError
 
 _LOG = logging.getLogger("resilience.saver")
+_MORE_ROOM = "Make room, keep fewer checkpoints, or use another disk."
+_REMEDIES = {
+    errno.EFBIG: "A file may not grow that large: raise the limit of the job (ulimit -f), or use another file system.",
+    errno.ENOSPC: _MORE_ROOM,
+    errno.EDQUOT: _MORE_ROOM,
+    errno.EROFS: "Have the file system mounted for writing.",
+    errno.EACCES: "Let this user write there.",
+}
 
 
 @dataclass(frozen=True)
@@ -143,7 +152,9 @@ def commit(directory: storage.Directory, folder: str, write: Write, facts: Mappi
 
 def _could_not(key: Sequence[int], directory: storage.Directory, error: Exception) -> str:
     reason = error.strerror or error if isinstance(error, OSError) else error
-    return f"step {key[1]} could not be written to {directory.path} ({socket.gethostname()}): {reason}"
+    text = f"step {key[1]} could not be written to {directory.path} ({socket.gethostname()}): {reason}"
+    remedy = _REMEDIES.get(error.errno or 0) if isinstance(error, OSError) else None
+    return f"{text}. What was durable before stays. {remedy}" if remedy else text
 
 
 def prune(directory: storage.Directory, keep: int, keep_every: int) -> None:
@@ -156,7 +167,14 @@ def prune(directory: storage.Directory, keep: int, keep_every: int) -> None:
 
 
 def parts_of(slot: Slot, seal: Seal) -> tuple[memoryview, memoryview, memoryview]:
-    """Return header, data and values of a sealed slot. Raises ``CheckpointError`` for a seal that points outside of it."""
+    """Return header, data and values of a sealed slot. Raises ``CheckpointError`` if header or values are not what was sealed."""
+    header, data, values = _views_of(slot, seal)
+    if (digest.short(header), digest.short(values)) != (seal.header_sum, seal.values_sum):
+        raise CheckpointError(f"the memory of step {seal.step} has changed since it was sealed")
+    return header, data, values
+
+
+def _views_of(slot: Slot, seal: Seal) -> tuple[memoryview, memoryview, memoryview]:
     slot.refresh()
     if max(seal.data, seal.header_at + seal.header, seal.values_at + seal.values) > slot.nbytes:
         raise CheckpointError(f"the seal of step {seal.step} points outside of its slot of {slot.nbytes} bytes")
@@ -170,5 +188,5 @@ def parts_of(slot: Slot, seal: Seal) -> tuple[memoryview, memoryview, memoryview
 
 def digests_of(slot: Slot, seal: Seal) -> list[str]:
     """Return the digests of a sealed slot's data."""
-    _, data, _ = parts_of(slot, seal)
+    _, data, _ = _views_of(slot, seal)
     return digest.digests(data, digest.chunk_size(len(data)))

@@ -108,7 +108,9 @@ class Desk:
         elif op == "restore":
             self.reception.ask(book, caller.rank, message, lambda *words: self._tell(caller, *words))
         elif op == "loaded":
-            self.reception.loaded(book, caller.rank, str(message.get("wrong", "")))
+            self.reception.loaded(book, caller.rank, message)
+        elif op == "left":
+            self._saver.left(caller.pid, book, caller.rank)
         else:
             self._tell(caller, self._reply(caller, book, op, message))
 

@@ -6,7 +6,7 @@
 3) ``chair``, ``attend``, ``begun``  (rank) how savers of several nodes meet, see :mod:`assembly`; ``restore``, ``loaded``
                 (rank) see :mod:`restoring`
 4) ``failures`` (rank) what went wrong in the background since it last asked
-5) ``bye``      (rank) it is done; everything complete is to be durable
+5) ``bye``      (rank) it is done; everything complete is to be durable; ``left``: the same, and it failed; nobody answers that
 6) ``secure``   (launcher) a cycle ended: everything complete is to be durable
 7) ``quit``     (launcher) the same, and then the saver ends; so it does when the launcher dies, or without one the last rank
 
@@ -58,7 +58,7 @@ class Saver:
         self._done: collections.deque[Callable[[], None]] = collections.deque()
         self._launcher = launcher
         self._deadline = deadline
-        self._watched: dict[int, tuple[int, Book, int]] = {}  # by pid: pidfd, book, rank
+        self._watched: dict[int, tuple[int, list[tuple[Book, int]]]] = {}  # by pid: pidfd; books and ranks
         self._leaving_since = 0.0
         self._settled_since = 0.0  # nothing is left to be done since then
         self._idle_since = time.monotonic()
@@ -169,25 +169,38 @@ class Saver:
 
     def watch(self, pid: int, book: Book, rank: int) -> None:
         """Know when a rank ends."""
-        if pid in self._watched:
-            return
-        try:
-            pidfd = os.pidfd_open(pid)
-        except OSError:
-            self._rank_gone(book, rank, pid)
-            return
-        self._watched[pid] = (pidfd, book, rank)
-        self.selector.register(pidfd, selectors.EVENT_READ, lambda _: self._pid_ended(pid))
+        if pid not in self._watched:
+            try:
+                pidfd = os.pidfd_open(pid)
+            except OSError:
+                self._rank_gone(book, rank, pid)
+                return
+            self._watched[pid] = (pidfd, [])
+            self.selector.register(pidfd, selectors.EVENT_READ, lambda _: self._pid_ended(pid))
+        if (book, rank) not in self._watched[pid][1]:
+            self._watched[pid][1].append((book, rank))
 
     def watches(self, pid: int) -> bool:
         """Whether a rank is still there."""
         return pid in self._watched
 
-    def _pid_ended(self, pid: int) -> None:
-        pidfd, book, rank = self._watched.pop(pid)
+    def left(self, pid: int, book: Book, rank: int) -> None:
+        """A rank's script failed, and its process may live on: as if that had ended."""
+        if pid in self._watched and (book, rank) in self._watched[pid][1]:
+            self._watched[pid][1].remove((book, rank))
+            if not self._watched[pid][1]:
+                self._unwatch(pid)
+        self._rank_gone(book, rank, pid)
+
+    def _unwatch(self, pid: int) -> list[tuple[Book, int]]:
+        pidfd, places = self._watched.pop(pid)
         self.selector.unregister(pidfd)
         os.close(pidfd)
-        self._rank_gone(book, rank, pid)
+        return places
+
+    def _pid_ended(self, pid: int) -> None:
+        for book, rank in self._unwatch(pid):
+            self._rank_gone(book, rank, pid)
 
     def _rank_gone(self, book: Book, rank: int, pid: int) -> None:
         member = book.roll.members.get(rank)

@@ -75,16 +75,21 @@ class Reception:
             question |= {"tries": [(*key, number) for key, number in book.tries.counts.items()]}
         book.ask(question)
 
-    def loaded(self, book: Book, rank: int, wrong: str) -> None:
+    def loaded(self, book: Book, rank: int, message: Message) -> None:
         """A rank has tried to load what was chosen."""
         known = self._meetings.get(id(book))
-        if known is None or known[1].round.choosing:
-            raise ValueError("nothing is being restored")
+        if known is None:
+            return  # called off, and told so: that is its answer
         meeting = known[1]
-        meeting.round.loaded[rank] = wrong
+        if meeting.round.choosing:
+            raise ValueError("nothing is being restored")
+        meeting.round.loaded[rank] = str(message.get("wrong", ""))
+        if message.get("misfit"):
+            meeting.round.misfits.add(rank)
         if meeting.round.all_loaded():
             meeting.round.choosing = True
-            book.ask({"op": "loaded", "wrong": meeting.round.wrong()})
+            misfit = any(rank in meeting.round.misfits for rank in meeting.round.loaded)
+            book.ask({"op": "loaded", "wrong": meeting.round.wrong(), "misfit": misfit})
 
     def forget(self, book: Book, rank: int) -> None:
         """A rank is gone: whoever waits for it to restore need not."""
@@ -124,7 +129,8 @@ class Reception:
             self._offer(book, message)
         elif op == "bad":
             book.tries.take_back(tuple(message["key"]))
-            book.complain(str(message["why"]))
+            if message["why"]:
+                book.complain(str(message["why"]))
         elif op == "go":
             self._go(book, tuple(message["key"]), message["where"], int(message["generation"]))
 
@@ -136,7 +142,7 @@ class Reception:
         if book.cycle.first == 0:
             book.tries.add(key)  # before it is loaded: that may be what kills the ranks
             set_aside(book, [tuple(item) for item in message["aside"]])
-        meeting.round.choosing, meeting.round.loaded = False, {}
+        meeting.round.choosing, meeting.round.loaded, meeting.round.misfits = False, {}, set()
         for rank, tell in meeting.tell.items():
             if message["where"] == MEMORY:
                 tell(*describe(book, key, rank))
@@ -170,9 +176,9 @@ def describe(book: Book, key: Key, rank: int) -> tuple[dict[str, Any], tuple[int
     for other, member in sorted(book.roll.locals().items()):
         seal = member.seals()[key]
         slot = member.slots[seal.slot]
-        peers.append({"rank": other, "data": seal.data, "header": [seal.header_at, seal.header]})
+        peers.append({"rank": other, "data": seal.data, "header": [seal.header_at, seal.header, seal.header_sum]})
         if other == rank:
             known = book.roll.digests.of(rank, seal.serial) or clerk.digests_of(slot, seal)
-            base |= {"values": [seal.values_at, seal.values], "digests": known}
+            base |= {"values": [seal.values_at, seal.values, seal.values_sum], "digests": known}
         fds.append(slot.fd)
     return {**base, "peers": peers}, tuple(fds)

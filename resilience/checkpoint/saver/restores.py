@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from resilience.checkpoint.files import write_small
 from resilience.checkpoint.storage import read_small
 
 _NAME = ".restores.json"
@@ -22,10 +23,8 @@ def read(directory: Path) -> dict[Key, int]:
 
 
 def write(directory: Path, tries: Mapping[Key, int]) -> None:
-    """Keep it."""
-    temporary = directory / f"{_NAME}.new"
-    temporary.write_text(json.dumps([[*key, number] for key, number in tries.items()]), encoding="utf-8")
-    temporary.rename(directory / _NAME)
+    """Keep it. Raises ``OSError``."""
+    write_small(directory / _NAME, json.dumps([[*key, number] for key, number in tries.items()]))
 
 
 class Tries:

@@ -3,7 +3,8 @@
 1) ``restore``  (every rank) I want to go on from the newest, or from a given step
 2) ``choice``   (chair, to all) this one: in memory, or on disk; or nothing
 3) ``loaded``   (every rank) it is good, or this is wrong with it
-4) ``go``       (chair, to all) everything newer is void; or back to 2) with the next one
+4) ``go``       (chair, to all) everything newer is void; or back to 2) with the next one; or ``refused``, if it is good and does
+                not fit: an older one would not be what anybody wants
 
 :class:`Round` collects what the ranks of one node say, :class:`Agreement` what all nodes say. Pure.
 """
@@ -46,13 +47,21 @@ def pick(
     """Pick the one to go on from: the newest that is not bad. One that restarts failed from twice is passed over, unless there
     is no other or it was asked for by its step."""
     usable = [item for item in found if item not in bad and (step is None or item.key[1] == step)]
-    trusted = [item for item in usable if step is not None or failed.get(item.key, 0) < TRIES]
+    aside = suspect(failed)
+    trusted = [item for item in usable if step is not None or item.key != aside]
     return next(iter(trusted or usable), None)
+
+
+def suspect(failed: Mapping[Key, int]) -> Key | None:
+    """Return the snapshot that is set aside because restarts failed from it: the newest. If they fail from the one before it too,
+    it is not the snapshots that are to blame, and going back further would only lose more."""
+    return max((key for key, number in failed.items() if number >= TRIES), default=None)
 
 
 def set_aside(found: Sequence[Candidate], choice: Candidate, failed: Mapping[Key, int]) -> list[Key]:
     """Return the snapshots that are passed over because restarts failed from them."""
-    return sorted({item.key for item in found if item.key > choice.key and failed.get(item.key, 0) >= TRIES})
+    aside = suspect(failed)
+    return sorted({item.key for item in found if item.key > choice.key and item.key == aside})
 
 
 @dataclass
@@ -62,6 +71,7 @@ class Round:
     ranks: Sequence[int]
     asked: dict[int, int | None] = field(default_factory=dict)  # by rank: the step it wants
     loaded: dict[int, str] = field(default_factory=dict)  # by rank: what was wrong, or ""
+    misfits: set[int] = field(default_factory=set)  # ranks that it does not fit, good as it may be
     choosing: bool = True  # it is not yet known what to load
 
     def all_asked(self) -> bool:
@@ -79,7 +89,7 @@ class Round:
 
     def wrong(self) -> str:
         """Return what is wrong with what was loaded, by the word of the first rank that says so."""
-        bad = {rank: text for rank, text in self.loaded.items() if text}
+        bad = {rank: text for rank, text in self.loaded.items() if text and (rank in self.misfits or not self.misfits)}
         return f"rank {min(bad)}: {bad[min(bad)]}" if bad else ""
 
 
@@ -89,6 +99,7 @@ class Agreement:
 
     asks: dict[int, Mapping[str, Any]] = field(default_factory=dict)  # by node
     loaded: dict[int, str] = field(default_factory=dict)  # by node: what was wrong, or ""
+    misfits: set[int] = field(default_factory=set)  # nodes with ranks that it does not fit
     bad: dict[Candidate, str] = field(default_factory=dict)
     choice: Candidate | None = None
     deadline: float = 0.0
@@ -124,6 +135,14 @@ class Agreement:
         self.loaded = {}
         self.choice = pick(found, step=chair["step"], bad=self.bad, failed=failed)
         return set_aside(found, self.choice, failed) if self.choice is not None else []
+
+    def misfit(self) -> str:
+        """Say that what was chosen does not fit a rank, if so. Damage goes before it: what is damaged may not fit for that."""
+        damaged = any(text for node, text in self.loaded.items() if node not in self.misfits)
+        assert self.choice is not None
+        if damaged or not self.misfits:
+            return ""
+        return f"step {self.choice.key[1]} ({self.choice.where}) does not fit {self.loaded[min(self.misfits)]}"
 
     def spoil(self, wrong: str) -> str:
         """What was chosen is bad; return that in words."""

@@ -1,0 +1,71 @@
+"""How a rank comes by its snapshot memory: the saver has it from an earlier life, or it is made here, before step 0."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from resilience.checkpoint import memory, plan, storage
+from resilience.checkpoint.arena import make_slots
+from resilience.checkpoint.assembly import assemble
+from resilience.checkpoint.ledger import Ledger
+from resilience.checkpoint.link import Link, Place
+from resilience.checkpoint.plan import Collected, Plan
+from resilience.checkpoint.shards import aligned
+from resilience.checkpoint.stager import Stager
+from resilience.checkpoint.state import Part
+from resilience.errors import CheckpointError
+
+_LOG = logging.getLogger("resilience.checkpoint")
+_UNPLANNED = 1 << 20  # bytes of a slot for a state that is not known yet
+
+
+def come(
+    link: Link,
+    place: Place,
+    *,
+    directory: Path,
+    number: int,
+    parts: Sequence[Part],
+    collect: Callable[[], tuple[Collected, bytes]],
+    timeout: float,
+) -> Stager:
+    """Get this rank's memory from the saver, or make it. Raises for what does not fit, and for what the saver refuses."""
+    known = link.come(number)
+    if not place.alone:
+        assemble(link, place, timeout)
+    state, values = collect()
+    made = plan.make_plan(state, place.local_rank, place.local_world)
+    if known is not None:
+        return Stager(place, *known, link.generation, made)
+    need = _estimate(made, len(values), parts, place, directory)
+    memory.check(need * number, f"{number} slots of {need / 1e9:.2f} GB (rank {place.rank})", link.announce)
+    try:
+        held = make_slots(number, need)
+    except OSError as error:
+        raise CheckpointError(
+            f"the snapshot memory, {number} slots of {need / 1e9:.2f} GB, can't be had: {error.strerror} (rank {place.rank}). "
+            "Nothing was set up. Look at the limits of this process (ulimit -a) and of its container."
+        ) from error
+    ledger = Ledger.create(number, place.rank, place.world)
+    stager = Stager(place, ledger, held, link.generation, made)
+    link.deposit(ledger, held)
+    return stager
+
+
+def _estimate(made: Plan, values: int, parts: Sequence[Part], place: Place, directory: Path) -> int:
+    """Return how large a slot has to be, optimizer state that is yet to come included."""
+    if not parts:
+        return _UNPLANNED
+    missing = memory.missing_optimizer_state(parts, place.local_world)
+    total = aligned(made.data_bytes + missing) + aligned(len(made.header) * 4) + aligned(2 * values + (1 << 16))
+    free = storage.free_bytes(directory)
+    if free < total * place.local_world:
+        _LOG.warning(
+            "%s has %.2f GB left, one checkpoint of this node takes about %.2f GB.",
+            directory,
+            free / 1e9,
+            total * place.local_world / 1e9,
+        )
+    return total

@@ -1,0 +1,101 @@
+"""Whose turn it is: one checkpoint per directory in a process, one call at a time, steps that grow, and no save over what an
+earlier run left behind before it was looked at."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from resilience.errors import CheckpointError, ConfigError
+
+_LARGEST = 1 << 62  # steps are kept in words of 64 bits, one more than themselves
+_open: weakref.WeakValueDictionary[tuple[int, str], Any] = weakref.WeakValueDictionary()  # by process and directory
+
+
+def enter(directory: Path, checkpoint: Any) -> None:
+    """Take a directory for a checkpoint of this process. Raises :class:`ConfigError` while another one has it: both would write
+    into the same memory."""
+    key = (os.getpid(), os.path.realpath(directory))
+    other = _open.get(key)
+    if other is not None and not other.is_closed:
+        raise ConfigError(
+            f"{directory}: another FlashCheckpoint of this process is open on it. Nothing was set up. close() that one first, or "
+            "give each a directory of its own."
+        )
+    _open[key] = checkpoint
+
+
+def leave_at_exit(checkpoint: Any) -> Callable[[], None]:
+    """Have a process that ends in good order without ``close()`` take leave all the same; one that raised does not."""
+    known = weakref.ref(checkpoint)
+
+    def leave() -> None:
+        left = known()
+        if left is not None and getattr(sys, "last_value", None) is None:
+            left.close()
+
+    atexit.register(leave)
+    return leave
+
+
+class Turns:
+    """Calls that may change what is saved, one after the other."""
+
+    def __init__(self, directory: Path, earlier: int | None) -> None:
+        self._directory = directory
+        self._earlier = earlier  # the newest step on disk that nobody has looked at
+        self._last = -1
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> None:
+        # Not waited for: a signal handler would wait for the code that it interrupts.
+        if not self._lock.acquire(blocking=False):
+            raise CheckpointError(
+                "this FlashCheckpoint is saving or restoring already: in another thread, or in the code that this signal handler "
+                "interrupts. Nothing was done. Call it from one place."
+            )
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._lock.release()
+
+    def begin(self) -> None:
+        """A snapshot was gone on from, or everybody begins afresh: any step may come next."""
+        self._earlier, self._last = None, -1
+
+    def check(self, step: int) -> None:
+        """Raise if a step can't be saved now."""
+        if self._earlier is not None:
+            raise CheckpointError(
+                f"{self._directory} has checkpoints of an earlier run, up to step {self._earlier}, and this one has not gone on "
+                "from them: saving would end in their removal. Nothing was saved. Call restore(allow_fresh_start=True) or "
+                "load_state() first; to begin anew, give an empty directory."
+            )
+        if step < self._last:
+            raise CheckpointError(
+                f"save({step}): step {self._last} was saved before it, and the largest step counts as the newest. Nothing was "
+                "saved. Count steps over all epochs; to go back, restore(step=N)."
+            )
+
+    def saved(self, step: int) -> None:
+        """A step is in memory."""
+        self._last = step
+
+
+def whole_step(call: str, step: Any) -> int:
+    """Return a step as a plain number, numpy's too. Raises :class:`CheckpointError` for what is none."""
+    try:
+        found = -1 if isinstance(step, bool) else step.__index__()
+    except (AttributeError, TypeError):
+        found = -1
+    if not 0 <= found < _LARGEST:
+        raise CheckpointError(f"{call}({step!r}): the step must be a whole number from 0 up.")
+    return int(found)
