@@ -163,6 +163,24 @@ def test_script_that_can_not_load_a_sound_state_hears_of_its_own_error_and_can_g
         assert checkpoint.restore(weights_only=True) == 2, "at once"
 
 
+class Impatient(Fussy):
+    """Whoever watches it presses Ctrl-C, once."""
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        if not self._takes:
+            self._takes = True
+            raise KeyboardInterrupt
+
+
+def test_restore_that_was_interrupted_can_be_called_again_at_once(home: Path) -> None:
+    keep(home, 1, loader=Fussy(True))
+    with FlashCheckpoint(home, loader=Impatient(False), restore_timeout=30) as checkpoint:
+        with pytest.raises(KeyboardInterrupt):
+            checkpoint.restore()
+        assert checkpoint.restore() == 2
+        checkpoint.save(2)
+
+
 class Angle:
     """Something that only its codec can make."""
 

@@ -42,6 +42,10 @@ class Reception:
         """A rank wants to go on from somewhere. It is told when all ranks have asked."""
         timeout = float(message["timeout"])
         known = self._meetings.get(id(book))
+        if known is not None and rank in known[1].tell:  # it gave its first question up (Ctrl-C), and asks again
+            known[1].tell.pop(rank)
+            self._call_off(book, f"rank {rank} was interrupted while the ranks were restoring")
+            known = None
         meeting = known[1] if known is not None else Meeting(Round(book.cycle.ranks), time.monotonic() + timeout)
         self._meetings[id(book)] = (book, meeting)
         step = message.get("step")
