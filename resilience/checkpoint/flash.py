@@ -17,17 +17,16 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import astuple
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from resilience.checkpoint import encoding, garbage, options, progress, storage, turns
 from resilience.checkpoint.attendant import Attendant
 from resilience.checkpoint.coming import come
 from resilience.checkpoint.link import Link, Place
+from resilience.checkpoint.optimizers import Optimizer
+from resilience.checkpoint.overlap import Copier, Later
 from resilience.checkpoint.plan import Collected, Collector
 from resilience.checkpoint.reading import Opened
 from resilience.checkpoint.receipt import Level, Receipt
@@ -46,6 +45,7 @@ from resilience.errors import (
 
 _LOG = logging.getLogger("resilience.checkpoint")
 _PATIENCE_S = 0.1
+Taken = tuple[Collected, bytes, Later | None]  # tensors; everything else; how they are copied behind the training
 
 
 class FlashCheckpoint:
@@ -58,8 +58,9 @@ class FlashCheckpoint:
     between those that are written to disk; ``None``: only what is left at the end or after a failure. ``"auto"`` follows from what
     one costs and ``mean_time_between_failures``, by Young and Daly. ``keep``: so many checkpoints stay on
     disk, and every ``keep_every``-th step for good. ``replicated``: names of things that are the same on all ranks (what is inside
-    DDP is known to be). ``on_save_error``: ``"raise"`` or ``"warn"`` in the next call after a save failed in the background, up to
-    ``max_failures`` in a row.
+    DDP is known to be). ``mode="overlap"``: what only optimizers write is copied behind the next forward and backward, and they
+    wait for that; see :mod:`overlap`. ``verify``: every byte of it is compared afterwards. ``on_save_error``: ``"raise"`` or
+    ``"warn"`` in the next call after a save failed in the background, up to ``max_failures`` in a row.
     """
 
     def __init__(
@@ -72,6 +73,8 @@ class FlashCheckpoint:
         keep_every: int = 0,
         slots: int = 3,
         replicated: Iterable[str] = (),
+        mode: str = "blocking",
+        verify: bool = False,
         rng: bool = True,
         on_save_error: str = "raise",
         max_failures: int = 3,
@@ -87,13 +90,14 @@ class FlashCheckpoint:
             on_save_error,
             slots=slots,
             rng=rng,
+            mode=mode,
             keep=(keep, 1),
             keep_every=(keep_every, 0),
             max_failures=(max_failures, 1),
         )
         self.directory = Path(directory).absolute()
         self._place = Place.here()
-        self._failures_every = mean_time_between_failures or options.DEVICE_FAILS_EVERY / self._place.world
+        fails_every = mean_time_between_failures or options.DEVICE_FAILS_EVERY / self._place.world
         self._memory_every = Every.of("memory_every", memory_every)
         if memory_every is None:
             raise ConfigError('memory_every=None: give a number of steps, a timedelta or "auto".')
@@ -106,7 +110,9 @@ class FlashCheckpoint:
         self._owner_pid = os.getpid()
         self._closed = False
         turns.enter(self.directory, self)
-        self._link = Link(str(self.directory), self._place, self._options(keep, keep_every))
+        every = (self._memory_every, self._disk_every)
+        told = options.for_saver(keep, keep_every, *every, failures=fails_every, run=self._place.run)
+        self._link = Link(str(self.directory), self._place, told)
         try:
             self._stager = come(
                 self._link,
@@ -123,20 +129,11 @@ class FlashCheckpoint:
             self._closed = True
             self._link.close()
             raise
+        optimizers = [part.optimizer for part in self._parts if isinstance(part, Optimizer)]
+        self._copier = Copier(mode, verify, optimizers, self._tried)
         self._leave = turns.leave_at_exit(self)
         raises = on_save_error == "raise"
         self._attendant = Attendant(self._link, self._stager, self._place, raises=raises, most=max_failures)
-
-    def _options(self, keep: int, keep_every: int) -> dict[str, Any]:
-        return {
-            "keep": keep,
-            "keep_every": keep_every,
-            "memory": astuple(self._memory_every),
-            "disk": astuple(self._disk_every),
-            "failures_s": options.seconds("mean_time_between_failures", self._failures_every),
-            "run": self._place.run,
-            "facts": {"torch": torch.__version__, "python": sys.version.split()[0]},
-        }
 
     # -- saving -----------------------------------------------------------------------------------------------------
 
@@ -152,7 +149,7 @@ class FlashCheckpoint:
             raise CheckpointError(
                 "nothing to save was given: FlashCheckpoint(directory, model=…), or use save_state(step, state)."
             )
-        return self._save(step, disk, wait, self._collect)
+        return self._save(step, disk, wait, lambda: (*self._collect(), self._copier.later()))
 
     def save_state(
         self, step: int, state: Any, *, disk: bool | None = None, wait: float | timedelta | None = None
@@ -160,32 +157,27 @@ class FlashCheckpoint:
         """Take a snapshot of any nested state of tensors and plain values, as one would give it to ``torch.save``."""
 
         @garbage.left_alone()
-        def collect() -> tuple[Collected, bytes]:
+        def collect() -> Taken:
             collector = Collector()
             values = encoding.encode(state, "state", collector.keep)
-            return collector.found, encoding.as_map([(encoding.pack("state"), values)])
+            return collector.found, encoding.as_map([(encoding.pack("state"), values)]), None
 
         return self._save(step, disk, wait, collect)
 
     def _save(
-        self,
-        step: int,
-        disk: bool | None,
-        wait: float | timedelta | None,
-        collect: Callable[[], tuple[Collected, bytes]],
+        self, step: int, disk: bool | None, wait: float | timedelta | None, collect: Callable[[], Taken]
     ) -> Receipt:
         self._refuse_if_closed()
         patience = self._patience() if wait is None else options.seconds("wait", wait)
         with self._turns:
+            self._copier.join()
             return self._take(turns.whole_step("save", step), disk, patience, collect)
 
     def _patience(self) -> float:
         skipped = self._newest is not None and self._newest.level is Level.SKIPPED
         return 0.0 if skipped else _PATIENCE_S
 
-    def _take(
-        self, step: int, disk: bool | None, wait: float, collect: Callable[[], tuple[Collected, bytes]]
-    ) -> Receipt:
+    def _take(self, step: int, disk: bool | None, wait: float, collect: Callable[[], Taken]) -> Receipt:
         self._turns.check(step)
         self._attendant.hear()
         self._attendant.look()
@@ -195,19 +187,26 @@ class FlashCheckpoint:
             self._stager.tried(step)
             return Receipt.ended(step, Level.SKIPPED, f"not due: {self._memory_every}")
         self._stager.serve()
+        copying = None
         try:
             slot = self._stager.choose(step, wait, self._await_room)
             if isinstance(slot, Receipt):
                 receipt, self._owed = slot, self._owed or disk
             else:
-                self._kept = receipt = self._stager.stage(slot, step, *collect(), disk)
-                self._owed = self._owed and not disk
+                taken = collect()
+                self._kept = receipt = self._stager.stage(slot, step, *taken, disk=disk)
+                copying, self._owed = taken[2], self._owed and not disk
                 self._turns.saved(step)
         finally:
-            self._stager.tried(step)
-            self._link.nudge()
+            if copying is None:
+                self._tried(step)
         self._newest = receipt
         return receipt
+
+    def _tried(self, step: int) -> None:
+        """This rank is through with a step. Called by the thread that copies, where one does."""
+        self._stager.tried(step)
+        self._link.nudge()
 
     def _refuse_if_closed(self) -> None:
         if self._closed or os.getpid() != self._owner_pid:
@@ -272,6 +271,7 @@ class FlashCheckpoint:
     def _agree(self, step: int | None, load: Callable[[Opened], None], fresh: bool = False) -> int | None:
         self._refuse_if_closed()
         with self._turns:
+            self._copier.join()
             return agree(
                 self._link,
                 self._place,
@@ -313,6 +313,7 @@ class FlashCheckpoint:
     ) -> Receipt:
         """Wait until a save (the newest, or that of ``step``) has come to ``level``; return its receipt, whatever it says then."""
         self._refuse_if_closed()
+        self._copier.join()
         receipt, level = self._find(step), options.level(level)
         deadline = time.monotonic() + options.seconds("timeout", timeout)
         self._attendant.hear()  # what has failed already need not fail a second time
@@ -348,6 +349,7 @@ class FlashCheckpoint:
         if os.getpid() != self._owner_pid:
             return
         try:
+            self._copier.close()
             self._attendant.ask({"op": "bye"})
             if self._newest is not None and self._newest.level in (Level.SKIPPED, Level.FAILED):
                 _LOG.warning("the last save is not kept: %r. save(step, wait=60) waits for room.", self._newest)
@@ -380,6 +382,7 @@ class FlashCheckpoint:
         ):  # on the way out with an error: the saver makes durable what is complete; nobody waits for it
             self._closed = True
             atexit.unregister(self._leave)
+            self._copier.close()
             self._link.leave()
             self._stager.close()
 

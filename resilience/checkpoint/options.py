@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping
+from dataclasses import astuple
 from datetime import timedelta
 from typing import Any
 
+import torch
+
 from resilience.checkpoint.receipt import Level
+from resilience.checkpoint.schedule import Every
 from resilience.errors import ConfigError, nearest
 
 DEVICE_FAILS_EVERY = timedelta(hours=50_000)  # 419 interruptions in 54 days of 16,384 devices, as published for Llama 3
@@ -17,6 +22,8 @@ _OPTIONS = (
     "keep_every",
     "slots",
     "replicated",
+    "mode",
+    "verify",
     "rng",
     "on_save_error",
     "max_failures",
@@ -32,6 +39,7 @@ def check(
     *,
     slots: int,
     rng: bool,
+    mode: str,
     **numbers: tuple[Any, int],
 ) -> None:
     """Raise :class:`ConfigError` for what can't be meant; the message names the nearest that can. ``numbers``: by name, with the
@@ -40,6 +48,8 @@ def check(
     for name, (value, least) in numbers.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise ConfigError(f"{name}={value!r}: give a whole number from {least} up.")
+    if mode not in ("blocking", "overlap"):
+        raise ConfigError(f'mode={mode!r}: give "blocking" or "overlap".{nearest(str(mode), ("blocking", "overlap"))}')
     if not isinstance(rng, bool):
         raise ConfigError(
             f"rng=a {type(rng).__qualname__}: give True or False; a thing of that name needs another one."
@@ -53,6 +63,21 @@ def check(
     unknown = set(replicated) - set(things)
     if unknown:
         raise ConfigError(f"replicated={sorted(unknown)}: no such things.{nearest(min(unknown), things)}")
+
+
+def for_saver(
+    keep: int, keep_every: int, memory: Every, disk: Every, *, failures: timedelta, run: str
+) -> dict[str, Any]:
+    """Return what the saver is told when a rank comes."""
+    return {
+        "keep": keep,
+        "keep_every": keep_every,
+        "memory": astuple(memory),
+        "disk": astuple(disk),
+        "failures_s": seconds("mean_time_between_failures", failures),
+        "run": run,
+        "facts": {"torch": torch.__version__, "python": sys.version.split()[0]},
+    }
 
 
 def seconds(name: str, value: float | timedelta) -> float:

@@ -9,6 +9,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
@@ -28,6 +29,7 @@ from resilience.checkpoint.ledger import (
     fence,
 )
 from resilience.checkpoint.link import Link, Place, forget_lines
+from resilience.checkpoint.overlap import Later, Watch
 from resilience.checkpoint.plan import Collected, Plan
 from resilience.checkpoint.receipt import Level, Receipt
 from resilience.checkpoint.shards import aligned
@@ -52,6 +54,21 @@ def _in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_in_child)
+
+
+@dataclass
+class Draft:
+    """A slot that is being written, and what its seal will say."""
+
+    index: int
+    step: int
+    made: Plan
+    targets: list[torch.Tensor]
+    fields: tuple[int, ...]
+    disk: bool
+    began: int
+    serial: int = 0  # once it is sealed
+    wrong: str = ""  # why it never will be
 
 
 class Stager:
@@ -118,8 +135,24 @@ class Stager:
         _LOG.warning("step %s is not saved%s (rank %s): %s.", step, count, self._place.rank, reason)
 
     @garbage.left_alone()
-    def stage(self, index: int, step: int, state: Collected, values: bytes, disk: bool) -> Receipt:
-        """Copy a state into a slot and seal it."""
+    def stage(
+        self, index: int, step: int, state: Collected, values: bytes, later: Later | None = None, *, disk: bool
+    ) -> Receipt:
+        """Copy a state into a slot and seal it; with ``later`` only what can't wait is copied before this returns."""
+        draft = self._draft(index, step, state, values, disk)
+        sources = draft.made.sources(state)
+        if later is None:
+            copy(draft.targets, sources)
+            serial = self._seal(draft)
+            receipt = Receipt(step, lambda: self._standing(index, serial))
+        else:
+            receipt = Receipt(step, lambda: self._standing_of(draft))
+            self._copy_later(draft, state, sources, later)
+        self.receipts[index] = receipt
+        return receipt
+
+    def _draft(self, index: int, step: int, state: Collected, values: bytes, disk: bool) -> Draft:
+        """Take a slot for a state: its header and values are in place, its tensors are not."""
         began = time.monotonic_ns()
         made = self._plan_for(state)
         old = self.receipts.pop(index, None)
@@ -129,21 +162,59 @@ class Stager:
         values_at = header_at + len(made.header)
         self.ledger.begin(index)
         slot = self._room(index, values_at + len(values), made)
-        copy(self._targets_in(index, slot, made), made.sources(state))
         slot.map[values_at : values_at + len(values)] = values
         where = (made.data_bytes, header_at, len(made.header), values_at, len(values))
         sums = (self._headers[index][1], digest.short(values))
+        fields = (self._generation, step, made.id, self._place.world, *where, *sums)
+        return Draft(index, step, made, self._targets_in(index, slot, made), fields, disk, began)
+
+    def _seal(self, draft: Draft) -> int:
         now = time.monotonic_ns()
-        fields = (self._generation, step, made.id, self._place.world, *where, *sums, now)
-        serial = self.ledger.seal(index, fields, disk)
-        self.ledger.words[L_COST] = now - began
+        serial = self.ledger.seal(draft.index, (*draft.fields, now), draft.disk)
+        took = now - draft.began
+        self.ledger.words[L_COST] = took
         if _LOG.isEnabledFor(logging.DEBUG):
-            pace = made.data_bytes / max(now - began, 1)
+            nbytes = draft.made.data_bytes
             _LOG.debug(
-                "step %s: %s bytes staged in %.2f ms (%.2f GB/s).", step, made.data_bytes, (now - began) / 1e6, pace
+                "step %s: %s bytes staged in %.2f ms (%.2f GB/s).",
+                draft.step,
+                nbytes,
+                took / 1e6,
+                nbytes / max(took, 1),
             )
-        receipt = self.receipts[index] = Receipt(step, lambda: self._standing(index, serial))
-        return receipt
+        return serial
+
+    def _copy_later(self, draft: Draft, state: Collected, sources: list[torch.Tensor], later: Later) -> None:
+        """Copy what may change at any time; have the rest copied behind the training, and the slot sealed then."""
+        late = [id(state.tensors[part.index]) in later.tensors for part in draft.made.parts]
+        behind = [number for number, waits in enumerate(late) if waits]
+        at_once = [number for number, waits in enumerate(late) if not waits]
+        copy([draft.targets[number] for number in at_once], [sources[number] for number in at_once])
+        names = [draft.made.pieces[number].name for number in behind]
+        targets, sources = [draft.targets[number] for number in behind], [sources[number] for number in behind]
+        watch = Watch(names, sources, draft.step, later.verify)
+        copying = cuda.after_this(sources) if cuda.is_used() else copy
+
+        def finish() -> None:
+            try:
+                copying(targets, sources)
+                name = watch.written(targets)
+                if name:
+                    draft.wrong = f"{name} was written to while it was copied, outside of an optimizer's step"
+                else:
+                    draft.serial = self._seal(draft)
+            except Exception as error:
+                draft.wrong = f"{type(error).__name__}: {error}"
+                raise
+            finally:
+                later.done(draft.step, draft.wrong)
+
+        later.behind.do(finish)
+
+    def _standing_of(self, draft: Draft) -> tuple[Level, str]:
+        if draft.wrong:
+            return Level.FAILED, draft.wrong
+        return self._standing(draft.index, draft.serial) if draft.serial else (Level.COPYING, "")
 
     def mapped(self, fd: int) -> mmap.mmap | None:
         """Return our mapping of the slot that a descriptor stands for, if it is one of ours: a new one costs page faults."""

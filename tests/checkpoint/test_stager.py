@@ -45,18 +45,18 @@ def test_first_save_into_any_slot_makes_nothing_that_was_made_before(
     monkeypatch.setattr(plan, "make_plan", never)
     monkeypatch.setattr(Plan, "targets", never)
     for index in range(2):
-        stager.stage(index, index, state(), b"values", False)
+        stager.stage(index, index, state(), b"values", disk=False)
         assert stager._slots[index].map[:44] == torch.ones(11).numpy().tobytes()
 
 
 def test_state_of_another_structure_is_staged_by_its_own_plan(stager: Stager) -> None:
-    stager.stage(0, 0, state(4000), b"values", False)  # larger than the slot, too
+    stager.stage(0, 0, state(4000), b"values", disk=False)  # larger than the slot, too
     assert stager._slots[0].map[: 4 * 8000] == torch.ones(8000).numpy().tobytes()
 
 
 def test_slot_that_is_too_small_for_the_plan_makes_no_trouble_until_it_is_used() -> None:
     small = Stager(Place(0, 1, 0, 1, 0, "x"), Ledger.create(2, 0, 1), [Slot.create(1)], 1, made_of(state(4000)))
-    small.stage(0, 0, state(4000), b"values", False)
+    small.stage(0, 0, state(4000), b"values", disk=False)
     assert small._slots[0].map[: 4 * 8000] == torch.ones(8000).numpy().tobytes()
     small.close()
 

@@ -55,11 +55,12 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         return finals(it)
 
 
-@pytest.mark.parametrize("fault", ["kill", "raise"])
+@pytest.mark.parametrize(("fault", "mode"), [("kill", "blocking"), ("raise", "blocking"), ("kill", "overlap")])
 def test_ddp_training_with_a_fault_ends_bit_for_bit_like_one_without(
-    tmp_path: Path, undisturbed: list[str], fault: str
+    tmp_path: Path, undisturbed: list[str], fault: str, mode: str
 ) -> None:
-    with job(tmp_path, TWO, [str(WORKLOADS / "ddp_flash.py"), str(tmp_path / "ck"), "24", fault, "1", "13"]) as it:
+    script = [str(WORKLOADS / "ddp_flash.py"), str(tmp_path / "ck"), "24", fault, "1", "13"]
+    with job(tmp_path, TWO, script, {"MODE": mode}) as it:
         assert it.wait() == 0, it.log()
         assert "the job goes on from step 13 (memory)" in it.log()
         assert (it.progress / "starts_0").read_text().split() == ["0", "14"]

@@ -70,9 +70,9 @@ def main() -> None:
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.8)
     loader = Loader(rank)
     every = int(os.environ.get("DISK_EVERY", "1000000"))
-    with resilience.FlashCheckpoint(
-        sys.argv[1], model=model, optimizer=optimizer, schedule=schedule, loader=loader, disk_every=every
-    ) as checkpoint:
+    mode = os.environ.get("MODE", "blocking")
+    things = {"model": model, "optimizer": optimizer, "schedule": schedule, "loader": loader}
+    with resilience.FlashCheckpoint(sys.argv[1], disk_every=every, mode=mode, **things) as checkpoint:
         start = checkpoint.restore(allow_fresh_start=True)
         with (PROGRESS / f"starts_{rank}").open("a") as file:
             file.write(f"{start}\n")

@@ -2,7 +2,8 @@
 
     snapshots.py DIRECTORY STEPS [KIBIBYTES]
 
-``model`` is the same on all ranks (staged once, divided), ``own`` is each rank's. Notes in $PROGRESS/rank_<r>:
+``model`` is the same on all ranks (staged once, divided), ``own`` is each rank's. With MODE=overlap there is a module with an
+optimizer too, copied behind the next step. Notes in $PROGRESS/rank_<r>:
 ``restored-<step>`` or ``fresh``, ``BAD-…`` if it is not what it was, ``complete-<step>`` and ``durable-<step>`` as acknowledged.
 """
 
@@ -63,6 +64,28 @@ class State:
         self.values, self.plain = state["values"], state["plain"]
 
 
+class Marks(torch.optim.Optimizer):
+    """Writes the step into every parameter, and its half into their state."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__(module.parameters(), {"at": -1})
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["at"] += 1
+            for parameter in group["params"]:
+                parameter.data.fill_(group["at"])  # no counter moves for that: only the hook and the bytes can tell
+                self.state[parameter] = {"half": torch.full_like(parameter, group["at"] / 2, requires_grad=False)}
+
+    def is_of(self, step: int) -> bool:
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        good = [
+            bool((parameter == step).all() and (self.state[parameter]["half"] == step / 2).all())
+            for parameter in parameters
+        ]
+        return all(good) and self.param_groups[0]["at"] == step
+
+
 def acknowledge(receipts: dict[int, Receipt]) -> None:
     """Note what is known by now of earlier saves."""
     for step, receipt in list(receipts.items()):
@@ -78,13 +101,18 @@ def main() -> None:
     directory, steps = sys.argv[1], int(sys.argv[2])
     numbers = int(sys.argv[3]) * 256 if len(sys.argv) > 3 else 1000
     model, own = State(0, numbers), State(RANK + 1, numbers // 4)
+    module = torch.nn.Linear(numbers // 8, 8, bias=False)
+    marks = Marks(module)
+    mode = os.environ.get("MODE", "blocking")
+    things = {"model": model, "own": own} | ({"module": module, "marks": marks} if mode == "overlap" else {})
     with resilience.FlashCheckpoint(
-        directory, disk_every=int(os.environ.get("DISK_EVERY", "3")), replicated=["model"], model=model, own=own
+        directory, disk_every=int(os.environ.get("DISK_EVERY", "3")), replicated=["model"], mode=mode, **things
     ) as checkpoint:
         note("restoring")
         start = checkpoint.restore(allow_fresh_start=True)
         note(f"restored-{start - 1}" if start else "fresh")
-        if start and not (model.is_of(start - 1) and own.is_of(start - 1)):
+        marked = mode != "overlap" or marks.is_of(start - 1)
+        if start and not (model.is_of(start - 1) and own.is_of(start - 1) and marked):
             note(f"BAD-{start - 1}")
             os._exit(3)
         receipts: dict[int, Receipt] = {}
@@ -92,6 +120,7 @@ def main() -> None:
             with resilience.section("step"):
                 model.advance(step)
                 own.advance(step)
+                marks.step()
                 time.sleep(DT)
             receipts[step] = checkpoint.save(step, wait=60 if step == steps - 1 else 0)
             acknowledge(receipts)
