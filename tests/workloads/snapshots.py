@@ -64,7 +64,7 @@ class State:
         self.values, self.plain = state["values"], state["plain"]
 
 
-class Marks(torch.optim.Optimizer):
+class Marks(torch.optim.Optimizer):  # type: ignore[misc]
     """Writes the step into every parameter, and its half into their state."""
 
     def __init__(self, module: torch.nn.Module) -> None:
