@@ -39,6 +39,11 @@ def dynamic(port: int) -> list[str]:
     return ["--nnodes=2", "--rdzv-backend=c10d", endpoint, "--rdzv-conf=is_host=false", "--rdzv-id=job"]
 
 
+def heeding(command: list[str]) -> list[str]:
+    """Whoever runs the tests in the background may have SIGINT and SIGHUP ignored, and what is ignored stays so."""
+    return ["env", "--default-signal=INT,HUP,TERM", *command]
+
+
 def assert_ends(it: Job, signum: signal.Signals, code: int) -> None:
     os.kill(it.pid, signum)
     assert it.wait(ENDS_S) == code, it.log()
@@ -53,7 +58,7 @@ def assert_ends(it: Job, signum: signal.Signals, code: int) -> None:
 def test_signal_ends_a_launcher_whose_static_store_does_not_answer(
     tmp_path: Path, signum: signal.Signals, code: int
 ) -> None:
-    with mute() as server, job(tmp_path, static(1, server.getsockname()[1]), SCRIPT) as it:
+    with mute() as server, job(tmp_path, static(1, server.getsockname()[1]), SCRIPT, wrap=heeding) as it:
         connection, _ = server.accept()
         with connection:
             assert_ends(it, signum, code)
@@ -62,7 +67,7 @@ def test_signal_ends_a_launcher_whose_static_store_does_not_answer(
 def test_signal_ends_a_launcher_at_whose_static_store_there_is_nobody(tmp_path: Path) -> None:
     with socket.socket() as reserved:
         reserved.bind(("127.0.0.1", 0))  # and never listens
-        with job(tmp_path, static(1, reserved.getsockname()[1]), SCRIPT) as it:
+        with job(tmp_path, static(1, reserved.getsockname()[1]), SCRIPT, wrap=heeding) as it:
             wait_for(lambda: "deadlines:" in it.log(), "the launcher to look for the store")
             assert_ends(it, signal.SIGTERM, 1)
 
@@ -76,7 +81,7 @@ def test_signal_ends_a_launcher_that_serves_the_static_store_and_waits_for_the_o
         with socket.socket() as client:
             return client.connect_ex(("127.0.0.1", port)) == 0
 
-    with job(tmp_path, static(0, port), SCRIPT) as it:
+    with job(tmp_path, static(0, port), SCRIPT, wrap=heeding) as it:
         wait_for(serves, f"the store to be served\n{it.log()}")
         assert_ends(it, signal.SIGTERM, 1)
 
@@ -85,14 +90,14 @@ def test_signal_ends_a_launcher_that_serves_the_static_store_and_waits_for_the_o
 def test_signal_ends_a_launcher_whose_dynamic_store_does_not_answer(
     tmp_path: Path, signum: signal.Signals, code: int
 ) -> None:
-    with mute() as server, job(tmp_path, dynamic(server.getsockname()[1]), SCRIPT) as it:
+    with mute() as server, job(tmp_path, dynamic(server.getsockname()[1]), SCRIPT, wrap=heeding) as it:
         connection, _ = server.accept()
         with connection:
             assert_ends(it, signum, code)
 
 
 def test_signal_ends_a_launcher_that_waits_for_other_nodes_when_the_store_has_stopped(tmp_path: Path) -> None:
-    with serving() as port, job(tmp_path, dynamic(port), SCRIPT) as it:
+    with serving() as port, job(tmp_path, dynamic(port), SCRIPT, wrap=heeding) as it:
         wait_for(lambda: "1 of --nnodes=2:2 nodes are here" in it.log(), f"the launcher to wait\n{it.log()}")
         (store,) = [pid for pid in children(os.getpid()) if " store " in command_line(pid)]
         os.kill(store, signal.SIGSTOP)

@@ -71,6 +71,15 @@ def strike(it: Job, rng: random.Random) -> tuple[str, ...]:
     return chosen
 
 
+def await_end(it: Job, struck: list[tuple[str, ...]]) -> None:
+    """Wait until nobody of a job is left; who is, is said with its last words."""
+    try:
+        wait_for(lambda: not it.family(), f"everybody to be gone after {struck}", 60)
+    except AssertionError as wrong:
+        left = {pid: command_line(pid)[:200] for pid in it.family()}
+        raise AssertionError(f"{wrong}: {left}\n{it.log()[-6000:]}") from None
+
+
 def check(notes: list[Note], memory_lost_at: list[float]) -> None:
     """Nobody may have restored anything else than promise 5 allows."""
     assert not [note for note in notes if note.what == "BAD"], "what was restored is not what was saved"
@@ -119,7 +128,7 @@ def test_what_is_restored_is_what_was_saved_whoever_is_killed_at_whatever_instan
             code = it.wait(300)
             ended = code == 0
             assert ended or "launcher" in struck[-1], f"{code} after {struck}\n{it.log()[-6000:]}"
-            wait_for(lambda it=it: not it.family(), f"everybody to be gone after {struck}", 60)  # type: ignore[misc]
+            await_end(it, struck)
             if not ended and ("saver" in struck[-1] or nobody_else):
                 lost.append(time.monotonic())  # nobody holds the memory any more
             try:
@@ -162,7 +171,7 @@ def test_what_is_restored_on_two_nodes_is_what_was_saved_whoever_is_killed(tmp_p
         codes = [node.wait(300) for node in it.nodes]
         assert codes == [0, 0], f"{codes} after {struck}\n{it.logs()[-9000:]}"
         for node in (*gone, *it.nodes):
-            wait_for(lambda node=node: not node.family(), f"everybody to be gone after {struck}", 60)  # type: ignore[misc]
+            await_end(node, struck)
         notes = notes_of(*gone, *it.nodes)
         try:
             check(notes, lost)
