@@ -14,7 +14,7 @@ processes. *from disk, cold*: nothing is in the page cache, as on another node; 
 followed by ``load_state_dict``, for all others load in place. *tensors*: the same memory cut into few or many tensors, in turn.
 *objects*: ``encoding.encode`` beside ``pickle.dumps`` of the same value. A growth is linear if *×* grows by no more than 15 %.
 
-Not measured: accelerators, several nodes, network file systems, ``mode="overlap"``, what a save in the background costs the steps
+Not measured: accelerators, several nodes, network file systems, what a save in the background costs the steps
 meanwhile, how long constructing takes.
 """
 
@@ -57,10 +57,18 @@ def run() -> list[Row]:
                 if turn < turns:
                     found[size] += _one_process(folder / f"{size}-{turn}", size, last=turn == turns - 1)
         adam = _events("python", "snapshot", ["1", "adam", str(folder)])
+        shutil.rmtree(folder / "flash", ignore_errors=True)
+        overlap = _events("python", "snapshot", ["1", "overlap", str(folder)])
         found[_PEERS_AT] += peers.stalls(_PEERS_AT, folder)
         shutil.rmtree(folder)
         folder.mkdir()
-        rows = [*_stalls(found, adam), *_durables(found), *_from_memory(found, adam), *_from_disk(found)]
+        rows = [
+            *_stalls(found, adam),
+            *_overlaps(overlap),
+            *_durables(found),
+            *_from_memory(found, adam),
+            *_from_disk(found),
+        ]
         ddp = _ddp(folder)
         rows += [*ddp, *_tensors(folder)]
     finally:
@@ -141,6 +149,17 @@ def _stalls(found: dict[float, list[Event]], adam: list[Event]) -> list[Row]:
     for what, who in (("stall, first", "ours, first"), ("stall", "ours")):
         rows.append(_row(what, "ours, with Adam", "1", _pairs(adam, "stall", who=who), "memcpy", aim=1.15))
     return [*rows, _growth("stall", known)]
+
+
+def _overlaps(told: list[Event]) -> list[Row]:
+    who = "ours, overlap"
+    return [
+        _row("stall, first", who, "1", _pairs(told, "stall", who="overlap, first"), "memcpy", aim=0.1),
+        _row("stall", who, "1", _pairs(told, "stall", who="overlap"), "memcpy", aim=0.1),
+        _row(
+            "stall of the next optimizer", who, "1", _pairs(told, "stall", who="overlap, the next optimizer"), "memcpy"
+        ),
+    ]
 
 
 def _durables(found: dict[float, list[Event]]) -> list[Row]:

@@ -1,7 +1,7 @@
 """Save and restore a state in one process and tell what each took: ``snapshot GIGABYTES KIND FOLDER``.
 
 ``KIND``: ``peers`` (a model; also by everybody else, and what they wrote stays in ``FOLDER``), ``model`` (ours alone) or ``adam``
-(ours alone, a model with its optimizer). Every figure comes with that of a plain copy right before and after it.
+(ours alone, a model with its optimizer) or ``overlap`` (the same, copied behind a backward). Every figure comes with that of a plain copy right before and after it.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class Subject:
     """A state of a given size, and the means to copy it."""
 
     def __init__(self, nbytes: int, kind: str) -> None:
-        self.model = model_of(nbytes // 3 if kind == "adam" else nbytes, TENSORS)
+        self.model = model_of(nbytes // 3 if kind in ("adam", "overlap") else nbytes, TENSORS)
         self.things: dict[str, Any] = {"model": self.model}
         optimizer = None
-        if kind == "adam":
+        if kind in ("adam", "overlap"):
             optimizer = self.things["optimizer"] = torch.optim.Adam(self.model.parameters())
             for parameter in self.model.parameters():
                 parameter.grad = torch.zeros_like(parameter)
@@ -109,6 +109,23 @@ def ours(subject: Subject, folder: Path) -> None:
         checkpoint.save(300, disk=True)
 
 
+def behind(subject: Subject, folder: Path) -> None:
+    """Measure ``mode="overlap"``: what the call takes, and what the next optimizer waits after as much work as three copies."""
+    optimizer, waits = subject.things["optimizer"], []
+    with FlashCheckpoint(folder / "flash", mode="overlap", disk_every=None, slots=2, **subject.things) as checkpoint:
+        found = []
+        for step in range(1 + _LATER):
+            before = timed(subject.memcpy)
+            took = timed(lambda: checkpoint.save(step))  # noqa: B023 - called at once
+            time.sleep(3 * before)  # a forward and a backward on a device, or on other cores
+            waits.append([timed(optimizer.step), before, before])  # without gradients: nothing but the wait
+            found.append([took, before, timed(subject.memcpy)])
+            complete(checkpoint, step)
+    say("stall", who="overlap, first", pairs=found[:1])
+    say("stall", who="overlap", pairs=found[1:])
+    say("stall", who="overlap, the next optimizer", pairs=waits[1:])
+
+
 def theirs(subject: Subject, folder: Path) -> None:
     """Measure everybody else: what the call takes, with a plain copy before and after, and until its bytes are on disk."""
     for who, path, save, again in _peers(subject, folder):
@@ -149,7 +166,7 @@ def main() -> None:
     """Measure and tell."""
     kind, folder = sys.argv[2], Path(sys.argv[3])
     subject = Subject(int(float(sys.argv[1]) * GIB), kind)
-    ours(subject, folder)
+    (behind if kind == "overlap" else ours)(subject, folder)
     if kind == "peers":
         theirs(subject, folder)
     say("measured", nbytes=subject.nbytes)

@@ -49,6 +49,9 @@ class FakeCuda:
             def wait_stream(self, other: str) -> None:
                 calls.append(("wait", self.name, other))
 
+            def wait_event(self, event: Any) -> None:
+                calls.append(("wait", self.name, f"moment of {event.stream}"))
+
         return Stream()
 
     def make_event(self) -> Any:
@@ -56,7 +59,7 @@ class FakeCuda:
 
         class Event:
             def record(self, stream: Any) -> None:
-                self.stream = stream.name
+                self.stream = getattr(stream, "name", stream)
                 calls.append(("record", self.stream))
 
             def synchronize(self) -> None:
@@ -93,6 +96,21 @@ def test_copy_waits_for_the_training_and_is_waited_for_on_every_device(fake: Fak
         ("record", "side1"),
         ("copy", "", ["b"], False),
         ("synchronize", "side0"),
+        ("synchronize", "side1"),
+    ]
+
+
+def test_copy_of_another_thread_begins_after_the_moment_at_which_it_was_asked_for(fake: FakeCuda) -> None:
+    sources: list[Any] = [OnDevice(1), torch.zeros(1)]
+    later = cuda.after_this(sources)
+    assert fake.calls == [("record", "training1")]
+    fake.calls.clear()
+    later(["a", "b"], sources)  # type: ignore[list-item]
+    assert fake.calls == [
+        ("wait", "side1", "moment of training1"),
+        ("copy", "side1", ["a"], True),
+        ("record", "side1"),
+        ("copy", "", ["b"], False),
         ("synchronize", "side1"),
     ]
 
