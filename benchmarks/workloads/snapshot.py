@@ -1,7 +1,8 @@
 """Save and restore a state in one process and tell what each took: ``snapshot GIGABYTES KIND FOLDER``.
 
-``KIND``: ``peers`` (a model; also by everybody else, and what they wrote stays in ``FOLDER``), ``model`` (ours alone) or ``adam``
-(ours alone, a model with its optimizer) or ``overlap`` (the same, copied behind a backward). Every figure comes with that of a plain copy right before and after it.
+``KIND``: ``peers`` (a model; also by everybody else, and what they wrote stays in ``FOLDER``), ``model`` (ours alone), ``adam``
+(ours alone, a model with its optimizer) or ``overlap`` (the same, copied behind a backward). Every figure comes with that of a
+plain copy right before and after it.
 """
 
 from __future__ import annotations

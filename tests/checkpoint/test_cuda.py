@@ -105,7 +105,7 @@ def test_copy_of_another_thread_begins_after_the_moment_at_which_it_was_asked_fo
     later = cuda.after_this(sources)
     assert fake.calls == [("record", "training1")]
     fake.calls.clear()
-    later(["a", "b"], sources)  # type: ignore[list-item]
+    later(["a", "b"], sources)
     assert fake.calls == [
         ("wait", "side1", "moment of training1"),
         ("copy", "side1", ["a"], True),
