@@ -48,6 +48,7 @@ def come(
             f"the snapshot memory, {number} slots of {need / 1e9:.2f} GB, can't be had: {error.strerror} (rank {place.rank}). "
             "Nothing was set up. Look at the limits of this process (ulimit -a) and of its container."
         ) from error
+    _LOG.info("snapshot memory: %s slots of %.2f GB (rank %s).", number, need / 1e9, place.rank)
     ledger = Ledger.create(number, place.rank, place.world)
     stager = Stager(place, ledger, held, link.generation, made)
     link.deposit(ledger, held)

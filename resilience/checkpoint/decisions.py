@@ -21,7 +21,7 @@ class RankView:
     generation: int
     attempt: int  # step + 1; 0: none yet
     seals: Sequence[Key]
-    gone: bool = False  # its process has ended: it will seal nothing more
+    gone: bool = False  # its process has ended, or it took leave: it will seal nothing more
 
 
 def decide(key: Key, ranks: Mapping[int, RankView], world: int) -> int:

@@ -162,3 +162,19 @@ def test_second_job_in_one_directory_is_refused_and_says_who_has_it(tmp_path: Pa
             assert second.wait() == 1
             assert "another job writes its checkpoints here" in second.report(0)["culprit"]["message"]
         first.await_steps(0, len(first.steps(0)) + 5)
+
+
+def test_rank_that_took_leave_without_saving_is_not_waited_for(tmp_path: Path) -> None:
+    script = [str(WORKLOADS / "one_saves.py"), str(tmp_path / "ck"), "0"]
+    with job(tmp_path, TWO, script) as it:
+        assert it.wait() == 0, it.log()
+        assert "left with <save of step 3: FAILED, another rank did not save this step>" in it.log()
+        assert steps_on_disk(tmp_path / "ck") == []
+
+
+@pytest.mark.long
+def test_rank_that_does_not_save_is_named(tmp_path: Path) -> None:
+    script = [str(WORKLOADS / "one_saves.py"), str(tmp_path / "ck"), "45"]
+    with job(tmp_path, TWO, script) as it:
+        wait_for(lambda: "rank 1 does not save what other ranks have" in it.log(), "the saver to name it")
+        assert it.wait() == 0, it.log()

@@ -30,6 +30,7 @@ from resilience.checkpoint.storage import Directory
 _LOG = logging.getLogger("resilience.saver")
 _NO_CHAIR = "the saver of rank 0's node was lost while the ranks were restoring"
 _CUT_S = 5.0
+_PATIENCE_NS = 30_000_000_000  # until a rank that does not save is named
 _SIGNS = (L_GENERATION, L_SERIAL, L_ATTEMPT)  # one of them changes whenever a rank has done something
 
 
@@ -84,6 +85,7 @@ class Book:
         self._asked: list[Message] = []  # to be said again if the line is cut
         self._tried = 0
         self._signs: list[tuple[int, ...]] = []
+        self._next_look = 0
         self._complained: set[str] = set()
 
     @property
@@ -174,13 +176,27 @@ class Book:
         members = self.roll.members.values()
         for member in members:
             member.ledger.words[L_ALIVE] = now
-        signs = [(member.gone, *(member.ledger.words[word] for word in _SIGNS)) for member in members]
+        signs = [
+            (member.gone or member.said_bye, *(member.ledger.words[word] for word in _SIGNS)) for member in members
+        ]
         if signs != self._signs and self.begun:
             self._signs = signs
             self._report()
         self.council.turn()
+        if now > self._next_look:
+            self._next_look = now + _PATIENCE_NS // 6
+            self._name_stragglers(now)
         if not self.writing:
             self.roll.let_go()
+
+    def _name_stragglers(self, now: int) -> None:
+        ranks = self.roll.stragglers(now - _PATIENCE_NS) if self.begun else []
+        if ranks:
+            who = ", ".join(map(str, ranks))
+            self.complain(
+                f"rank {who} does not save what other ranks have: nothing is complete, and soon their saves will be skipped. All "
+                "ranks call save() at the same steps, not one of them alone (if rank == 0)."
+            )
 
     def _report(self) -> None:
         views = self.roll.views()

@@ -54,7 +54,7 @@ def view(member: Member, world: int) -> RankView:
     world of another size, or is void, does not count any more."""
     generation, attempt = member.ledger.words[L_GENERATION], member.ledger.words[L_ATTEMPT]
     fence()
-    return RankView(generation, attempt, list(member.usable(world)), member.gone)
+    return RankView(generation, attempt, list(member.usable(world)), member.gone or member.said_bye)
 
 
 @dataclass(frozen=True)

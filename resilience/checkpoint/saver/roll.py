@@ -85,6 +85,16 @@ class Roll:
         seals = [seal for member in self.locals().values() for seal in member.ledger.seals()]
         return sorted({seal.key for seal in seals if seal.decision == PENDING})
 
+    def stragglers(self, before_ns: int) -> list[int]:
+        """Return the ranks of this node that have not saved what others sealed before a moment, and that is not decided."""
+        seals = [seal for member in self.locals().values() for seal in member.ledger.seals()]
+        late = min(
+            (seal.key for seal in seals if seal.decision == PENDING and seal.sealed_at < before_ns), default=None
+        )
+        if late is None:
+            return []
+        return [rank for rank in self.cycle.ranks if rank not in self.members or late not in self.members[rank].seals()]
+
     def generation(self) -> int:
         """Return the newest generation that the ledgers know of."""
         return max((member.ledger.words[L_GENERATION] for member in self.members.values()), default=0)
