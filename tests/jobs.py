@@ -129,6 +129,18 @@ class Job:
         note: list[str] = wait_for(found, f"rank {rank} to note {what!r} in cycle {cycle}\n{self.log()[-3000:]}")
         return note
 
+    def await_step(self, rank: int, what: str, step: int) -> int:
+        """Wait until a rank noted ``what-N`` for a step N that is not before ``step``: single ones may be skipped."""
+
+        def found() -> list[int]:
+            noted = [note[1].rpartition("-") for note in self.notes(rank) if len(note) == 4]
+            steps = [int(number) for words, _, number in noted if words == what and int(number) >= step]
+            if not steps and self.process.poll() is not None:
+                raise AssertionError(f"the job ended before rank {rank} noted {what} of step {step}:\n{self.log()}")
+            return [min(steps)] if steps else []
+
+        return int(wait_for(found, f"rank {rank} to note {what} of step {step}\n{self.log()[-3000:]}")[0])
+
     def monitors(self) -> list[int]:
         """The pids of the monitors, in order of local rank."""
         return sorted(pid for pid in children(self.pid) if "resilience/monitor" in command_line(pid))

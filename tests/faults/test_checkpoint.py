@@ -100,9 +100,9 @@ def test_plain_torchrun_gives_the_same_and_leaves_no_saver(tmp_path: Path, undis
 
 
 def test_snapshot_survives_rank_and_saver_killed_together(tmp_path: Path) -> None:
-    script = [SNAPSHOTS, str(tmp_path / "ck"), "120", "64"]
+    script = [SNAPSHOTS, str(tmp_path / "ck"), "500", "64"]
     with job(tmp_path, TWO, script, {"DISK_EVERY": "1000"}) as it:
-        it.await_note(0, "complete-10")
+        it.await_step(0, "complete", 10)
         saver = saver_of(it)
         rank = next(pid for pid in children(it.pid) if "snapshots.py" in command_line(pid))
         for number in (signal.SIGSTOP, signal.SIGKILL):
@@ -120,7 +120,7 @@ def test_snapshot_survives_rank_and_saver_killed_together(tmp_path: Path) -> Non
 def test_saver_alone_makes_durable_what_was_complete_when_the_launcher_is_killed(tmp_path: Path) -> None:
     script = [SNAPSHOTS, str(tmp_path / "ck"), "100000", "64"]
     with job(tmp_path, TWO, script, {"DISK_EVERY": "1000000"}) as it:
-        it.await_note(0, "complete-10")
+        it.await_step(0, "complete", 10)
         os.kill(it.pid, signal.SIGKILL)
         wait_for(lambda: not it.family(), "everybody to end, the saver last", 60)
         step = steps_on_disk(tmp_path / "ck")[0]  # there may be two: the ranks do not die at the same moment
@@ -131,7 +131,7 @@ def test_saver_alone_makes_durable_what_was_complete_when_the_launcher_is_killed
 def test_saver_that_has_hardly_begun_has_the_memory_when_the_launcher_is_killed_too(tmp_path: Path) -> None:
     script = [SNAPSHOTS, str(tmp_path / "ck"), "100000", "64"]
     with job(tmp_path, TWO, script, {"DISK_EVERY": "1000000"}) as it:
-        it.await_note(0, "complete-10")
+        it.await_step(0, "complete", 10)
         first = saver_of(it)
         os.kill(first, signal.SIGKILL)
         second = wait_for(lambda: next((pid for pid in savers_of(it) if pid != first), None), "another saver")
@@ -157,7 +157,7 @@ def test_checkpoint_that_two_restarts_failed_from_is_set_aside(tmp_path: Path) -
 def test_second_job_in_one_directory_is_refused_and_says_who_has_it(tmp_path: Path) -> None:
     script = [SNAPSHOTS, str(tmp_path / "ck"), "100000"]
     with job(tmp_path / "a", ["--nproc-per-node=1"], script) as first:
-        first.await_note(0, "complete-3")
+        first.await_step(0, "complete", 3)
         with job(tmp_path / "b", ["--nproc-per-node=1"], script) as second:
             assert second.wait() == 1
             assert "another job writes its checkpoints here" in second.report(0)["culprit"]["message"]

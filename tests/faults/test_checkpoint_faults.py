@@ -366,7 +366,7 @@ def test_leaving_a_slow_disk_says_what_is_not_durable_and_the_saver_finishes_it(
 def test_stopped_saver_of_two_ranks_does_not_stop_training_and_catches_up(tmp_path: Path) -> None:
     script = [str(WORKLOADS / "snapshots.py"), str(tmp_path / "ck"), "100000", "16"]
     with job(tmp_path, ["--nproc-per-node=2"], script, {"DISK_EVERY": "5"}) as it:
-        it.await_note(0, "complete-8")
+        it.await_step(0, "complete", 8)
         with stopped(saver_of_job(it)):
             known = [len(it.notes(rank)) for rank in range(2)]
             wait_for(lambda: all(len(it.notes(rank)) > known[rank] + 60 for rank in range(2)), "steps without a saver")
