@@ -33,6 +33,7 @@ from resilience.checkpoint.receipt import Level, Receipt
 from resilience.checkpoint.restore import MisfitError, agree, load_parts
 from resilience.checkpoint.schedule import Every, Interval
 from resilience.checkpoint.slots import COMPLETE
+from resilience.checkpoint.stager import Stager
 from resilience.checkpoint.state import Module, Part, parts_of
 from resilience.checkpoint.turns import Turns
 from resilience.errors import (
@@ -89,7 +90,7 @@ class FlashCheckpoint:
             replicated,
             on_save_error,
             slots=slots,
-            rng=rng,
+            flags={"rng": rng, "verify": verify},
             mode=mode,
             keep=(keep, 1),
             keep_every=(keep_every, 0),
@@ -107,33 +108,38 @@ class FlashCheckpoint:
         self._newest: Receipt | None = None  # of the last save, and of the last one that was not skipped
         self._kept: Receipt | None = None
         self._owed = False  # a save that was due on disk was skipped
+        self._waited_in_vain = False  # the last save found no slot
         self._owner_pid = os.getpid()
         self._closed = False
         turns.enter(self.directory, self)
         every = (self._memory_every, self._disk_every)
         told = options.for_saver(keep, keep_every, *every, failures=fails_every, run=self._place.run)
         self._link = Link(str(self.directory), self._place, told)
-        try:
-            self._stager = come(
-                self._link,
-                self._place,
-                directory=self.directory,
-                number=slots,
-                parts=self._parts,
-                collect=self._collect,
-                timeout=self._restore_timeout,
-            )
-            stored = storage.Directory(self.directory).stored()
-            self._turns = Turns(self.directory, stored[0].manifest.step if stored else None)
-        except BaseException:
-            self._closed = True
-            self._link.close()
-            raise
+        self._stager, self._turns = self._come(slots)
         optimizers = [part.optimizer for part in self._parts if isinstance(part, Optimizer)]
         self._copier = Copier(mode, verify, optimizers, self._tried)
         self._leave = turns.leave_at_exit(self)
         raises = on_save_error == "raise"
         self._attendant = Attendant(self._link, self._stager, self._place, raises=raises, most=max_failures)
+
+    def _come(self, number: int) -> tuple[Stager, Turns]:
+        """Get this rank's memory, and look at what an earlier run left on disk. Nothing is set up if that fails."""
+        try:
+            stager = come(
+                self._link,
+                self._place,
+                directory=self.directory,
+                number=number,
+                parts=self._parts,
+                collect=self._collect,
+                timeout=self._restore_timeout,
+            )
+            stored = storage.Directory(self.directory).stored()
+        except BaseException:
+            self._closed = True
+            self._link.close()
+            raise
+        return stager, Turns(self.directory, stored[0].manifest.step if stored else None)
 
     # -- saving -----------------------------------------------------------------------------------------------------
 
@@ -168,14 +174,11 @@ class FlashCheckpoint:
         self, step: int, disk: bool | None, wait: float | timedelta | None, collect: Callable[[], Taken]
     ) -> Receipt:
         self._refuse_if_closed()
-        patience = self._patience() if wait is None else options.seconds("wait", wait)
+        usual = 0.0 if self._waited_in_vain else _PATIENCE_S
+        patience = usual if wait is None else options.seconds("wait", wait)
         with self._turns:
             self._copier.join()
             return self._take(turns.whole_step("save", step), disk, patience, collect)
-
-    def _patience(self) -> float:
-        skipped = self._newest is not None and self._newest.level is Level.SKIPPED
-        return 0.0 if skipped else _PATIENCE_S
 
     def _take(self, step: int, disk: bool | None, wait: float, collect: Callable[[], Taken]) -> Receipt:
         self._turns.check(step)
@@ -190,6 +193,7 @@ class FlashCheckpoint:
         copying = None
         try:
             slot = self._stager.choose(step, wait, self._await_room)
+            self._waited_in_vain = isinstance(slot, Receipt)
             if isinstance(slot, Receipt):
                 receipt, self._owed = slot, self._owed or disk
             else:

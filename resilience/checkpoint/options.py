@@ -38,7 +38,7 @@ def check(
     on_save_error: str,
     *,
     slots: int,
-    rng: bool,
+    flags: Mapping[str, bool],
     mode: str,
     **numbers: tuple[Any, int],
 ) -> None:
@@ -50,10 +50,13 @@ def check(
             raise ConfigError(f"{name}={value!r}: give a whole number from {least} up.")
     if mode not in ("blocking", "overlap"):
         raise ConfigError(f'mode={mode!r}: give "blocking" or "overlap".{nearest(str(mode), ("blocking", "overlap"))}')
-    if not isinstance(rng, bool):
-        raise ConfigError(
-            f"rng=a {type(rng).__qualname__}: give True or False; a thing of that name needs another one."
-        )
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise ConfigError(
+                f"{name}=a {type(flag).__qualname__}: give True or False; a thing of that name needs another one."
+            )
+    if isinstance(replicated, str):
+        raise ConfigError(f"replicated={replicated!r}: give a list of names, [{replicated!r}].")
     if on_save_error not in ("raise", "warn"):
         raise ConfigError(f'on_save_error={on_save_error!r}: give "raise" or "warn".')
     if not isinstance(slots, int) or not 2 <= slots <= 8:

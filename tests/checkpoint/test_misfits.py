@@ -294,3 +294,13 @@ def test_leaving_by_an_exception_leaves_no_descriptor(home: Path) -> None:
     for number in range(1, 5):
         leave(number)
     assert len(os.listdir("/proc/self/fd")) <= before  # noqa: PTH208
+
+
+def test_options_that_can_not_be_meant_are_refused(home: Path) -> None:
+    model = nn.Linear(1, 1)
+    with pytest.raises(ConfigError, match=r"replicated='model': give a list of names, \['model'\]"):
+        FlashCheckpoint(home, model=model, replicated="model")
+    for name in ("rng", "verify"):
+        wrong: dict[str, Any] = {name: "yes"}
+        with pytest.raises(ConfigError, match=f"{name}=a str: give True or False"):
+            FlashCheckpoint(home, model=model, **wrong)
