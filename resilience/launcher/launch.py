@@ -90,18 +90,9 @@ class Session:
         )
         _LOG.info("reports and logs: %s", self.run_dir)
         deadlines.announce(launch, settings)
-        parameters = RendezvousParameters(
-            backend=launch.rdzv_backend,
-            endpoint=launch.rdzv_endpoint,
-            run_id=launch.run_id,
-            min_nodes=launch.min_nodes,
-            max_nodes=launch.max_nodes,
-            local_addr=launch.local_addr,
-            **launch.rdzv_configs,
-        )
         coroner = Coroner()
         with self._prompt.heed():
-            venue = open_venue(parameters, settings)
+            venue = open_venue(_rendezvous(launch), settings)
         self.agent = Agent(
             spec=self._spec(venue.handler),
             logs_specs=self._logs(),
@@ -271,3 +262,15 @@ def leave_in_time(agent: Agent, limit: float) -> None:
     leaving = threading.Thread(target=agent.leave, name="resilience-leave", daemon=True)
     leaving.start()
     leaving.join(limit)
+
+
+def _rendezvous(launch: LaunchConfig) -> RendezvousParameters:
+    return RendezvousParameters(
+        backend=launch.rdzv_backend,
+        endpoint=launch.rdzv_endpoint,
+        run_id=launch.run_id,
+        min_nodes=launch.min_nodes,
+        max_nodes=launch.max_nodes,
+        local_addr=launch.local_addr,
+        **launch.rdzv_configs,
+    )
