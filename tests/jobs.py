@@ -32,6 +32,16 @@ def wait_for(condition: Callable[[], Any], what: str, timeout: float = DEADLINE_
     raise AssertionError(f"waited {timeout:g} s in vain for {what}")
 
 
+@contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    """Have a process stand still."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
 def alive(pid: int) -> bool:
     """Whether a process runs (a zombie does not)."""
     try:

@@ -25,6 +25,8 @@ def savers(folder: Path) -> list[int]:
 def saver_home(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A temporary folder for sockets (short: their paths are limited); afterwards no saver may be left."""
     tmp_path_factory.getbasetemp()  # before the folder for temporary files is another one
+    # The compiler makes its folder anew when the process ends: not in ours, which is gone by then.
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "inductor"))
     folder = Path(tempfile.mkdtemp(prefix="ck-"))
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     for name in [name for name in os.environ if name.startswith(("RESILIENCE_", "TORCHELASTIC_"))]:

@@ -19,22 +19,13 @@ from resilience.checkpoint.receipt import Level
 from resilience.errors import LinkError
 from resilience.pulse import channel
 from tests.checkpoint.conftest import savers
+from tests.jobs import stopped
 
 PLACE = Place(0, 1, 0, 1, 0, "x")
 
 
 class Stopped(BaseException):
     """What a signal handler raises, Ctrl-C for one."""
-
-
-@contextmanager
-def stopped(pid: int) -> Iterator[None]:
-    """A process does not run."""
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        os.kill(pid, signal.SIGCONT)
 
 
 @contextmanager

@@ -34,7 +34,7 @@ from resilience.checkpoint.saver import restores
 from resilience.checkpoint.storage import Directory, DirectoryInUse
 from resilience.errors import CheckpointError, SaveError
 from tests.checkpoint.conftest import saver_home, savers
-from tests.jobs import WORKLOADS, Job, command_line, job, wait_for
+from tests.jobs import WORKLOADS, Job, command_line, job, stopped, wait_for
 from tests.real.test_memory import limited
 
 __all__ = ["saver_home"]
@@ -100,16 +100,6 @@ def failure_of(checkpoint: FlashCheckpoint) -> str:
 def saver_of(folder: Path) -> int:
     (pid,) = savers(folder)
     return pid
-
-
-@contextmanager
-def stopped(pid: int) -> Iterator[None]:
-    """Have a process stand still."""
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        os.kill(pid, signal.SIGCONT)
 
 
 def saver_with(monkeypatch: pytest.MonkeyPatch, fault: str, path: Path) -> None:
