@@ -31,7 +31,6 @@ from resilience.checkpoint.encoding import (
     ENUM,
     FACTORIES,
     FROZENSET,
-    LARGE,
     NAMESPACE,
     NUMPY,
     NUMPY_TYPE,
@@ -47,6 +46,7 @@ from resilience.checkpoint.encoding import (
     codec_named,
     enum_class,
 )
+from resilience.checkpoint.packing import LARGE
 
 _MAX_NESTED = 100  # extension types in each other: msgpack takes 45 KB of the stack for each
 _IN_DATA = (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RuntimeError, MemoryError)

@@ -21,31 +21,36 @@ import argparse
 import re
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from enum import Enum
-from itertools import chain
 from types import ModuleType
 from typing import Any
 
-import msgpack
-
 from resilience.checkpoint import standard
+from resilience.checkpoint.leaves import Leaves
+from resilience.checkpoint.packing import (
+    BOXES,
+    PLAIN,
+    TOO_LARGE,
+    Ext,
+    as_list,
+    as_map,
+    ext,
+    header,
+    pack,
+    pack_at_once,
+    packer,
+)
 from resilience.errors import CheckpointError
 
-TENSOR, TENSOR_FORM, TUPLE, ORDERED, SET, FROZENSET, COMPLEX, LARGE, BYTEARRAY = range(1, 10)
+TENSOR, TENSOR_FORM, TUPLE, ORDERED, SET, FROZENSET, COMPLEX = range(1, 8)
+BYTEARRAY = 9
 DTYPE, DEVICE, SIZE, NUMPY, ENUM, NAMESPACE, DEFAULTDICT, DEQUE, CODEC, RANGE, COUNTER = range(10, 21)
 FACTORIES: dict[str, Any] = {kind.__name__: kind for kind in (int, float, str, list, dict, set, tuple, bool)}
-_PLAIN = frozenset({type(None), bool, int, float, str, bytes})
-_BOXES = frozenset({list, dict})
 _MANY = 32  # so many are packed at once, if they can be
-_PART = 1024  # so many are looked at together: they stay in the processor's cache
 NUMPY_TYPE = re.compile(r"[<>|][biufcmMSUV]\d{1,9}(\[\d{0,9}[A-Za-z]{1,2}\])?\Z")
 _MAX_DEPTH = 48  # levels of a state
-_TOO_LARGE = (ValueError, OverflowError)  # for the packer: 4 GiB and more, or too many levels
-
-Ext = msgpack.ExtType
-_flat = chain.from_iterable
 
 
 class EncodingError(CheckpointError):
@@ -79,7 +84,7 @@ def register_codec(type_: type, encode: Callable[[Any], Any], decode: Callable[[
     ``decode`` is only ever given what ``encode`` returned, or what stands in its place in a checkpoint that somebody changed: it
     must be safe for that. Tensors and arrays in it are the restored ones.
     """
-    if type_ in _PLAIN or type_ in _WRITTEN:
+    if type_ in PLAIN or type_ in _WRITTEN:
         raise ValueError(f"{type_.__qualname__} has a form of its own: a codec for it would never be asked")
     chosen = name or f"{type_.__module__}.{type_.__qualname__}"
     if any(codec.name == chosen and codec.type is not type_ for codec in _codecs.values()):
@@ -102,17 +107,19 @@ def codec_named(name: Any) -> Codec:
 
 class Writer:
     """Turns a state into bytes. ``keep`` is given every tensor and array, with its path, and returns the bytes that stand in its
-    place, or ``None`` if it is none of its business. It is given long lists and dicts too, before they are looked into."""
+    place, or ``None`` if it is none of its business. It is given long lists and dicts too, before they are looked into.
+    ``leaves``: what was written before and can't have changed."""
 
-    def __init__(self, keep: Callable[[Any, str], bytes | None]) -> None:
+    def __init__(self, keep: Callable[[Any, str], bytes | None], leaves: Leaves | None = None) -> None:
         self._keep = keep
+        self._leaves = leaves or Leaves()
         self._kept = self._depth = 0  # so many tensors and arrays up to now; so many levels down
-        self._pack: Callable[[Any], bytes] = _packer().pack  # to make one takes longer than to pack a small value
+        self._pack: Callable[[Any], bytes] = packer().pack  # to make one takes longer than to pack a small value
 
     def write(self, node: Any, path: str) -> bytes:
         """Return a node as bytes."""
         kind = type(node)
-        if kind in _PLAIN:
+        if kind in PLAIN:
             return self._pack(node)
         act = _WRITTEN.get(kind) or (Writer._coded if kind in _codecs else None)
         if act is not None:
@@ -128,8 +135,8 @@ class Writer:
     def _deeper(self, act: Callable[[Writer, Any, str], bytes], node: Any, path: str) -> bytes:
         if self._depth == _MAX_DEPTH:
             raise EncodingError(f"{path}: more than {_MAX_DEPTH} levels, or it contains itself; nothing was saved.")
-        if type(node) in _BOXES and len(node) >= _MANY:
-            whole = _packed(node, _MAX_DEPTH - self._depth) or self._kept_whole(node, path)
+        if type(node) in BOXES and len(node) >= _MANY:
+            whole = pack_at_once(node, _MAX_DEPTH - self._depth) or self._kept_whole(node, path)
             if whole is not None:
                 return whole
         self._depth += 1
@@ -141,7 +148,7 @@ class Writer:
         return self._pack(Ext(code, payload))
 
     def _list(self, node: Any, path: str) -> bytes:
-        plain, pack, write = _PLAIN, self._pack, self.write
+        plain, pack, write = PLAIN, self._pack, self.write
         if plain.issuperset(map(type, node)):
             return pack(list(node))
         return as_list(
@@ -151,8 +158,15 @@ class Writer:
             ]
         )
 
+    def _tuple(self, node: Any, path: str) -> bytes:
+        known = self._leaves.find(node, _MAX_DEPTH + 1 - self._depth)
+        if known is None:
+            known = self._ext(TUPLE, self._list(node, path))
+            self._leaves.learn(node, known)
+        return known
+
     def _entries(self, node: Any, path: str) -> list[tuple[bytes, bytes]]:
-        plain, pack, write = _PLAIN, self._pack, self.write
+        plain, pack, write = PLAIN, self._pack, self.write
         return [
             (
                 pack(key) if type(key) in plain else write(key, f"{path}.<key>"),
@@ -162,16 +176,16 @@ class Writer:
         ]
 
     def _dict(self, node: Any, path: str) -> bytes:
-        if _PLAIN.issuperset(map(type, node.values())) and _PLAIN.issuperset(map(type, node)):
+        if PLAIN.issuperset(map(type, node.values())) and PLAIN.issuperset(map(type, node)):
             return self._pack(node)
         found = self._entries(node, path)
-        odd = [written for key, (written, _) in zip(node, found, strict=True) if type(key) not in _PLAIN]
+        odd = [written for key, (written, _) in zip(node, found, strict=True) if type(key) not in PLAIN]
         if len(set(odd)) != len(odd):
             raise EncodingError(f"{path}: two of its keys can't be told apart once they are kept; nothing was saved.")
         return as_map(found)
 
     def _pairs(self, node: Any, path: str) -> bytes:
-        pair = _header(0x90, 0xDC, 2)
+        pair = header(0x90, 0xDC, 2)
         return as_list([pair + key + value for key, value in self._entries(node, path)])
 
     def _set(self, node: Any, path: str) -> bytes:
@@ -202,7 +216,7 @@ class Writer:
 _WRITTEN: dict[type, Callable[[Writer, Any, str], bytes]] = {
     dict: Writer._dict,
     list: Writer._list,
-    tuple: lambda writer, node, path: writer._ext(TUPLE, writer._list(node, path)),
+    tuple: Writer._tuple,
     OrderedDict: lambda writer, node, path: writer._ext(ORDERED, writer._pairs(node, path)),
     Counter: lambda writer, node, path: writer._ext(COUNTER, writer._pairs(node, path)),
     set: lambda writer, node, path: writer._ext(SET, writer._set(node, path)),
@@ -265,49 +279,6 @@ def enum_class(module: Any, qualname: Any) -> Any:
     return found
 
 
-def _packed(node: Any, levels: int) -> bytes | None:
-    """Return a list or dict as bytes if there are only plain values, lists and dicts in it, within so many levels.
-
-    The packer comes first: it refuses what contains itself, and nearly everything that is not plain, at the first one. What it
-    takes without a word (bytearrays, memoryviews, types of its own) is looked for afterwards. None of these can be added to a
-    number or joined to a text, and to try that takes a fraction of the time that a look at every type does.
-    """
-    try:
-        packed = pack(node)
-    except (EncodingError, *_TOO_LARGE):
-        return None
-    if type(node) is dict:
-        return packed if _is_plain(node, levels) else None
-    parts = (node[at : at + _PART] for at in range(0, len(node), _PART))
-    return packed if _works(sum, node) or all(_is_plain(part, levels) for part in parts) else None
-
-
-def _is_plain(node: Any, levels: int) -> bool:
-    """Whether there are only plain values, lists and dicts in what was packed, within so many levels.
-
-    Looks at a whole level at a time, which is several times faster than value by value.
-    """
-    lists, dicts = ([node], []) if type(node) is list else ([], [node])
-    while lists or dicts:
-        values = list(chain(_flat(lists), _flat(map(dict.values, dicts))))
-        kinds = set(map(type, values))
-        keys_are_plain = _works("".join, _flat(dicts)) or _PLAIN.issuperset(map(type, _flat(dicts)))
-        if not levels or not keys_are_plain or kinds - _PLAIN - _BOXES:
-            return False
-        lists = [value for value in values if type(value) is list] if list in kinds else []
-        dicts = [value for value in values if type(value) is dict] if dict in kinds else []
-        levels -= 1
-    return True
-
-
-def _works(act: Callable[[Any], Any], values: Any) -> bool:
-    try:
-        act(values)
-    except (TypeError, OverflowError):  # that: a float and an int that is larger than any
-        return False
-    return True
-
-
 def _of_torch(node: Any, path: str) -> bytes | None:
     torch = sys.modules.get("torch")
     if torch is None:
@@ -336,50 +307,16 @@ def _of_numpy(node: Any, path: str) -> bytes | None:
     )
 
 
-def _large(node: Any) -> Any:
-    """Called by the packer for what it does not know: an int of more than 64 bits is all that is left."""
-    if type(node) is int:
-        return Ext(LARGE, b"%x" % node)
-    raise EncodingError(f"a value of type {type(node)} can't be kept")
-
-
-def _packer() -> Any:
-    return msgpack.Packer(default=_large, strict_types=True, unicode_errors="surrogatepass")
-
-
-def pack(plain: Any) -> bytes:
-    """Return plain data as bytes."""
-    packed: bytes = _packer().pack(plain)
-    return packed
-
-
-def ext(code: int, payload: bytes) -> bytes:
-    """Return a value of an extension type."""
-    return pack(Ext(code, payload))
-
-
-def as_list(items: Sequence[bytes]) -> bytes:
-    """Return values that are bytes already as a list of them."""
-    return b"".join([_header(0x90, 0xDC, len(items)), *items])
-
-
-def as_map(entries: Sequence[tuple[bytes, bytes]]) -> bytes:
-    """Return keys and values that are bytes already as a map of them."""
-    return b"".join([_header(0x80, 0xDE, len(entries)), *_flat(entries)])
-
-
-def _header(few: int, many: int, count: int) -> bytes:
-    """Return the head of a list (0x90, 0xDC) or a map (0x80, 0xDE)."""
-    if count < 1 << 4:
-        return bytes([few | count])
-    return bytes([many]) + count.to_bytes(2, "big") if count < 1 << 16 else bytes([many + 1]) + count.to_bytes(4, "big")
-
-
-def encode(node: Any, path: str = "state", keep: Callable[[Any, str], bytes | None] = lambda node, path: None) -> bytes:
-    """Return a state as bytes; what ``keep`` takes care of is not in them."""
+def encode(
+    node: Any,
+    path: str = "state",
+    keep: Callable[[Any, str], bytes | None] = lambda node, path: None,
+    leaves: Leaves | None = None,
+) -> bytes:
+    """Return a state as bytes; what ``keep`` takes care of is not in them, what ``leaves`` knows is not encoded again."""
     try:
-        return Writer(keep).write(node, path)
+        return Writer(keep, leaves).write(node, path)
     except RecursionError:
         raise EncodingError(f"{path}: the state is nested too deeply, or contains itself; nothing was saved.") from None
-    except _TOO_LARGE as error:
+    except TOO_LARGE as error:
         raise EncodingError(f"{path}: a part of the state can't be kept: {error}. Nothing was saved.") from error

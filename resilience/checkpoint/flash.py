@@ -21,13 +21,14 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from resilience.checkpoint import encoding, garbage, options, progress, storage, turns
+from resilience.checkpoint import options, progress, storage, turns
 from resilience.checkpoint.attendant import Attendant
+from resilience.checkpoint.census import Census
 from resilience.checkpoint.coming import come
 from resilience.checkpoint.link import Link, Place
 from resilience.checkpoint.optimizers import Optimizer
 from resilience.checkpoint.overlap import Copier, Later
-from resilience.checkpoint.plan import Collected, Collector
+from resilience.checkpoint.plan import Collected
 from resilience.checkpoint.reading import Opened
 from resilience.checkpoint.receipt import Level, Receipt
 from resilience.checkpoint.restore import MisfitError, agree, load_parts
@@ -111,6 +112,7 @@ class FlashCheckpoint:
         self._waited_in_vain = False  # the last save found no slot
         self._owner_pid = os.getpid()
         self._closed = False
+        self._census = Census()
         turns.enter(self.directory, self)
         every = (self._memory_every, self._disk_every)
         told = options.for_saver(keep, keep_every, *every, failures=fails_every, run=self._place.run)
@@ -131,7 +133,7 @@ class FlashCheckpoint:
                 directory=self.directory,
                 number=number,
                 parts=self._parts,
-                collect=self._collect,
+                collect=lambda: self._census.of_parts(self._parts),
                 timeout=self._restore_timeout,
             )
             stored = storage.Directory(self.directory).stored()
@@ -155,20 +157,13 @@ class FlashCheckpoint:
             raise CheckpointError(
                 "nothing to save was given: FlashCheckpoint(directory, model=…), or use save_state(step, state)."
             )
-        return self._save(step, disk, wait, lambda: (*self._collect(), self._copier.later()))
+        return self._save(step, disk, wait, lambda: (*self._census.of_parts(self._parts), self._copier.later()))
 
     def save_state(
         self, step: int, state: Any, *, disk: bool | None = None, wait: float | timedelta | None = None
     ) -> Receipt:
         """Take a snapshot of any nested state of tensors and plain values, as one would give it to ``torch.save``."""
-
-        @garbage.left_alone()
-        def collect() -> Taken:
-            collector = Collector()
-            values = encoding.encode(state, "state", collector.keep)
-            return collector.found, encoding.as_map([(encoding.pack("state"), values)]), None
-
-        return self._save(step, disk, wait, collect)
+        return self._save(step, disk, wait, lambda: (*self._census.of_state(state), None))
 
     def _save(
         self, step: int, disk: bool | None, wait: float | timedelta | None, collect: Callable[[], Taken]
@@ -220,16 +215,6 @@ class FlashCheckpoint:
         self._attendant.look()
         self._link.nudge()
         time.sleep(0.002)
-
-    @garbage.left_alone()
-    def _collect(self) -> tuple[Collected, bytes]:
-        """Return the tensors of the state now, and everything else as bytes."""
-        collector = Collector()
-        values = []
-        for part in self._parts:
-            collector.owner = part.owner
-            values.append((encoding.pack(part.name), encoding.encode(part.state(), part.name, collector.keep)))
-        return collector.found, encoding.as_map(values)
 
     # -- restoring --------------------------------------------------------------------------------------------------
 

@@ -22,7 +22,8 @@ import torch
 
 from resilience.checkpoint import encoding, garbage, shards
 from resilience.checkpoint.decoding import dtype_named
-from resilience.checkpoint.encoding import EncodingError, pack
+from resilience.checkpoint.encoding import EncodingError
+from resilience.checkpoint.packing import as_list, as_map, ext, pack
 from resilience.checkpoint.shards import Piece
 
 NAMES = {
@@ -152,7 +153,7 @@ class Collector:
         stored, form = _in_form(tensor.detach(), path)
         name = self._name(path)
         self._add(stored, name, owner)
-        return encoding.ext(encoding.TENSOR_FORM, pack([name, *form]))
+        return ext(encoding.TENSOR_FORM, pack([name, *form]))
 
     def _subclass(self, tensor: torch.Tensor, path: str, owner: int) -> bytes:
         if tensor.is_nested:
@@ -172,7 +173,7 @@ class Collector:
         for part, inner in parts:
             self._add(inner, f"{name}{part}", owner)
         form = [name, "subclass", class_name(tensor), [part for part, _ in parts]]
-        return encoding.ext(encoding.TENSOR_FORM, encoding.as_list([*map(pack, form), context]))
+        return ext(encoding.TENSOR_FORM, as_list([*map(pack, form), context]))
 
     def _array(self, array: Any, path: str) -> bytes | None:
         tensor = _from_numpy(array)
@@ -180,17 +181,17 @@ class Collector:
             return None
         name = self._name(path)
         self._add(tensor, name, self.owner(tensor))
-        return encoding.ext(encoding.TENSOR_FORM, pack([name, "numpy"]))
+        return ext(encoding.TENSOR_FORM, pack([name, "numpy"]))
 
 
 @lru_cache(1 << 16)  # the same names in every save
 def _reference(name: str) -> bytes:
-    return encoding.ext(encoding.TENSOR, name.encode())
+    return ext(encoding.TENSOR, name.encode())
 
 
 @lru_cache(16)
 def _references(path: str, keys: tuple[str, ...]) -> bytes:
-    return encoding.as_map([(pack(key), _reference(f"{path}.{key}")) for key in keys])
+    return as_map([(pack(key), _reference(f"{path}.{key}")) for key in keys])
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

@@ -29,17 +29,17 @@ import numpy
 import pytest
 import torch
 
-from resilience.checkpoint import encoding, standard
+from resilience.checkpoint import encoding, packing, standard
 from resilience.checkpoint.decoding import decode, looks_only
 from resilience.checkpoint.encoding import (
     DecodingError,
     EncodingError,
-    Ext,
     UnknownCodec,
     encode,
-    pack,
     register_codec,
 )
+from resilience.checkpoint.leaves import Leaves
+from resilience.checkpoint.packing import LARGE, Ext, pack
 
 
 class Colour(enum.Enum):
@@ -272,7 +272,7 @@ def test_tensors_are_given_to_their_keeper_and_asked_for_on_the_way_back() -> No
         if not isinstance(node, torch.Tensor):
             return None
         asked.append(path)
-        return encoding.ext(encoding.TENSOR, path.encode())
+        return packing.ext(encoding.TENSOR, path.encode())
 
     data = encode({"a": [torch.ones(1), {"b": torch.ones(1)}], 5: torch.ones(1)}, "state", keep)
     assert asked == ["state.a.0", "state.a.1.b", "state.5"]
@@ -465,7 +465,7 @@ def test_codec_goes_before_the_keeper_of_tensors() -> None:
 
     register_codec(Special, lambda tensor: "special", lambda value: value, "special")
     data = encode(
-        torch.ones(1).as_subclass(Special), "state", lambda node, path: encoding.ext(encoding.TENSOR, b"taken")
+        torch.ones(1).as_subclass(Special), "state", lambda node, path: packing.ext(encoding.TENSOR, b"taken")
     )
     assert decode(data, no_tensor) == "special"
 
@@ -473,7 +473,7 @@ def test_codec_goes_before_the_keeper_of_tensors() -> None:
 @pytest.mark.usefixtures("codecs")
 def test_value_of_a_codec_that_holds_tensors_waits_for_them() -> None:
     register_codec(Point, lambda point: [torch.ones(1)], as_point, "point")
-    data = encode(Point(1, 2), "state", lambda node, path: encoding.ext(encoding.TENSOR, path.encode()))
+    data = encode(Point(1, 2), "state", lambda node, path: packing.ext(encoding.TENSOR, path.encode()))
     assert decode(data, no_tensor) == ("tensor", "", ["codec", "point", [("tensor", "state.0", [])]])
 
 
@@ -566,8 +566,8 @@ HOSTILE: dict[str, bytes] = {
     "type that is not known": ext(99, [1]),
     "type that is not known, without a value": pack(Ext(99, b"\xc1")),
     "type zero": ext(0, [1]),
-    "large int that is none": pack(Ext(encoding.LARGE, b"zz")),
-    "large int that is empty": pack(Ext(encoding.LARGE, b"")),
+    "large int that is none": pack(Ext(LARGE, b"zz")),
+    "large int that is empty": pack(Ext(LARGE, b"")),
     "tensor without a name": pack(Ext(encoding.TENSOR, b"\xff")),
     "tensor form of nothing": ext(encoding.TENSOR_FORM, []),
     "tensor form of a number": ext(encoding.TENSOR_FORM, 5),
@@ -711,7 +711,7 @@ def realistic() -> bytes:
     }
 
     def keep(node: Any, path: str) -> Any | None:
-        return encoding.ext(encoding.TENSOR, path.encode()) if isinstance(node, torch.Tensor) else None
+        return packing.ext(encoding.TENSOR, path.encode()) if isinstance(node, torch.Tensor) else None
 
     return encode(state, "state", keep)
 
@@ -907,3 +907,66 @@ def test_time_grows_with_the_size_of_python_objects_and_not_with_its_square() ->
         return min(found)
 
     assert seconds(32_000) < 8 * seconds(8_000), "four times the objects: 4 if linear, 16 if quadratic"
+
+
+def test_tuple_that_can_not_change_is_encoded_once() -> None:
+    """Told by the bytes: they are the same object, where a second encoding would make others."""
+    leaves, long = Leaves(), tuple((number, f"{number}") for number in range(1000))
+    first = encode(long, leaves=leaves)
+    leaves.turn()
+    assert encode(long, leaves=leaves) is first
+    assert decode(first, no_tensor) == long
+
+
+def test_tuple_that_holds_what_may_change_is_encoded_again() -> None:
+    leaves, inside = Leaves(), [0]
+    long = tuple([inside] * 100)
+    encode(long, leaves=leaves)
+    leaves.turn()
+    inside[0] = 1
+    assert decode(encode(long, leaves=leaves), no_tensor) == long
+
+
+def test_another_tuple_in_the_place_of_one_that_is_gone_is_not_taken_for_it() -> None:
+    leaves = Leaves()
+    for turn in range(50):  # the same memory is used again and again
+        long = tuple(float(turn + number) for number in range(100))
+        assert decode(encode(long, leaves=leaves), no_tensor) == long
+        leaves.turn()
+
+
+def test_tuple_that_no_save_has_any_more_is_let_go() -> None:
+    leaves, held = Leaves(), tuple(range(100))
+    references = sys.getrefcount(held)
+    encode(held, leaves=leaves)
+    leaves.turn()
+    assert sys.getrefcount(held) > references
+    leaves.turn()
+    assert sys.getrefcount(held) == references
+
+
+def test_tuple_that_is_known_is_refused_where_it_is_too_deep() -> None:
+    leaves, long = Leaves(), tuple((number,) for number in range(100))
+    encode(long, leaves=leaves)
+    leaves.turn()
+    state: Any = long
+    for _ in range(47):
+        state = [state]
+    with pytest.raises(EncodingError, match="levels"):
+        encode(state, leaves=leaves)
+
+
+ODD = [1, True, bytearray(7), bytearray(16), memoryview(b"\xcb" * 7), None]
+
+
+@pytest.mark.parametrize("count", [32, 65_535, 65_536])
+@pytest.mark.parametrize("odd", ODD, ids=[f"{type(odd).__name__}{number}" for number, odd in enumerate(ODD)])
+def test_odd_one_among_floats_is_not_overlooked(odd: Any, count: int) -> None:
+    for place in (0, count // 2, count - 1):
+        values: list[Any] = [0.5] * count
+        values[place] = odd
+        if isinstance(odd, memoryview):
+            with pytest.raises(EncodingError, match="memoryview"):
+                encode(values)
+        else:
+            assert type(decode(encode(values), no_tensor)[place]) is type(odd)

@@ -17,7 +17,8 @@ import pytest
 
 from resilience.checkpoint import encoding, standard
 from resilience.checkpoint.decoding import decode
-from resilience.checkpoint.encoding import DecodingError, EncodingError, Ext, encode, pack, register_codec
+from resilience.checkpoint.encoding import DecodingError, EncodingError, encode, register_codec
+from resilience.checkpoint.packing import Ext, pack
 
 ZONES = sorted(zoneinfo.available_timezones())
 needs_zones = pytest.mark.skipif("Europe/Berlin" not in ZONES, reason="no time zones here: those by key are left out")
