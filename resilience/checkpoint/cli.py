@@ -110,7 +110,7 @@ def list_all(args: argparse.Namespace) -> int:
 
 def show(args: argparse.Namespace) -> int:
     """Print what is in a checkpoint."""
-    from resilience.checkpoint.reading import Ref  # noqa: PLC0415 - needs torch
+    from resilience.checkpoint.source import Ref  # noqa: PLC0415 - needs torch
 
     item = _chosen(args)
     it = item.manifest
@@ -118,7 +118,7 @@ def show(args: argparse.Namespace) -> int:
     _say(f"facts {json.dumps(it.facts)}")
     for file in it.shards:
         for piece in shards.parse_header(_head(item.path / file.name, file), file.nbytes - file.head):
-            part = "" if piece.is_whole else f" rows {piece.first_row} to {piece.first_row + piece.shape[0]}"
+            part = "" if piece.is_whole else f" {list(piece.shape)} from {list(piece.offsets)} on"
             _say(f"  rank {file.rank}  {piece.name}  {piece.dtype} {list(piece.whole)}{part}")
 
     def plain(value: Any) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from resilience.checkpoint import sharding
 from resilience.checkpoint.optimizers import Optimizer
 from resilience.checkpoint.plan import SHARED
 from resilience.checkpoint.state import Part
@@ -115,7 +116,8 @@ def _missing(optimizer: torch.optim.Optimizer) -> int:
     try:
         state = _rehearse(optimizer, absent)
     except Exception:  # noqa: BLE001 - any optimizer of the user's: then as much as Adam's
-        return sum(2 * parameter.numel() * max(4, parameter.element_size()) for parameter in parameters)
+        here = [sharding.local(parameter).tensor for parameter in parameters]
+        return sum(2 * tensor.numel() * max(4, tensor.element_size()) for tensor in here)
     tensors = [value for entry in state.values() for value in entry.values() if isinstance(value, torch.Tensor)]
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
@@ -130,7 +132,8 @@ def _rehearse(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) ->
         fake = []
         for parameter in group["params"]:
             if parameter.requires_grad:
-                shadow = torch.empty_like(parameter, device="meta").requires_grad_()
+                here = sharding.local(parameter).tensor
+                shadow = torch.empty_like(here, device="meta", requires_grad=False).requires_grad_()
                 shadow.grad = torch.empty_like(shadow)
                 fake.append(shadow)
         settings = {key: value for key, value in group.items() if key != "params"}

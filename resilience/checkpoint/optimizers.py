@@ -11,8 +11,9 @@ from typing import Any, Protocol, TypeGuard
 
 import torch
 
+from resilience.checkpoint import sharding
 from resilience.checkpoint.plan import OWN, PLAIN_TENSORS, SHARED
-from resilience.checkpoint.reading import Ref, Source
+from resilience.checkpoint.source import Ref, Source
 from resilience.errors import CheckpointError
 
 _CPU = torch.device("cpu")
@@ -125,7 +126,7 @@ class Optimizer:
         usual, left_out = _is_usual(self.optimizer), self._reshaped(source)
         tree = {**tree, "state": {name: entry for name, entry in tree["state"].items() if name not in left_out}}
         partners = self._partners(tree, strict=False)
-        fresh = source.fresh(tree, self._rooms(tree, source) if usual else None)
+        fresh = source.fresh(tree, self._rooms(tree, source, usual))
         numbers = {name: number for number, name in enumerate(self.order())}
         state = {numbers[name]: value for name, value in fresh["state"].items() if name in numbers}
         groups, first = [], 0
@@ -162,23 +163,31 @@ class Optimizer:
             found.append(best if fits else None)
         return found
 
-    def _rooms(self, tree: Any, source: Source) -> dict[str, torch.Tensor]:
-        """Return those tensors of the state now that can take what was saved, by its name. Each has its memory to itself: what is
-        written into it changes nothing else."""
+    def _rooms(self, tree: Any, source: Source, usual: bool) -> dict[str, torch.Tensor]:
+        """Return tensors that can take what was saved, by its name: those of the state now, and new ones for what belongs to a
+        parameter that is spread over ranks. Each has its memory to itself: what is written into it changes nothing else."""
         parameters = dict(zip(self.order(), self._parameters(), strict=True))
-        memories = {parameter.untyped_storage().data_ptr() for parameter in parameters.values()}
+        memories = {_memory(parameter) for parameter in parameters.values()}
         rooms: dict[str, torch.Tensor] = {}
         for name, entry in tree["state"].items():
-            live = self.optimizer.state.get(parameters.get(name)) or {}
-            for key, ref in entry.items() if isinstance(entry, dict) else ():
-                tensor = live.get(key)
-                if type(ref) is not Ref or not _takes(tensor, ref, source):
+            parameter = parameters.get(name)
+            if parameter is None or not isinstance(entry, dict):
+                continue
+            live = self.optimizer.state.get(parameter) or {}
+            for key, ref in entry.items():
+                tensor = live.get(key) if usual else None
+                if type(ref) is not Ref:
                     continue
-                device = parameters[name].device if key != "step" else _CPU  # where torch would bring a new one
-                memory = tensor.untyped_storage().data_ptr()
-                if tensor.device in (_CPU, device) and memory not in memories:
-                    memories.add(memory)
-                    rooms[ref.name] = tensor
+                if _takes(tensor, ref, source):
+                    device = parameter.device if key != "step" else _CPU  # where torch would bring a new one
+                    if tensor.device in (_CPU, device) and _memory(tensor) not in memories:
+                        memories.add(_memory(tensor))
+                        rooms[ref.name] = tensor
+                if ref.name not in rooms and _is_spread(parameter, ref, source):
+                    piece = sharding.local(parameter).tensor
+                    rooms[ref.name] = sharding.like(
+                        parameter, torch.empty_like(piece, dtype=source.dtype_of(ref.name), requires_grad=False)
+                    )
         return rooms
 
 
@@ -214,17 +223,29 @@ def _is_usual(optimizer: torch.optim.Optimizer) -> bool:
         and kind.load_state_dict is base.load_state_dict
         and not {"state_dict", "load_state_dict"} & vars(optimizer).keys()
         and not any(hooks)
-        and {type(one) for group in optimizer.param_groups for one in group["params"]} <= PLAIN_TENSORS
+        and all(
+            type(one) in PLAIN_TENSORS or sharding.is_sharded(one)
+            for group in optimizer.param_groups
+            for one in group["params"]
+        )
     )
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    """Return where the bytes of a tensor are, or of what is here of it."""
+    return int(sharding.local(tensor).tensor.untyped_storage().data_ptr())
+
+
+def _is_spread(parameter: Any, ref: Ref, source: Source) -> bool:
+    """Whether a value of a parameter's state is spread over ranks as the parameter is."""
+    return hasattr(parameter, "device_mesh") and not ref.form and source.shape_of(ref.name) == tuple(parameter.shape)
 
 
 def _takes(tensor: Any, ref: Ref, source: Source) -> TypeGuard[torch.Tensor]:
     """Whether a tensor is what a new one made of ``ref`` would be, but for its numbers and its device."""
-    return (
-        type(tensor) is torch.Tensor
-        and not ref.form
-        and (tuple(tensor.shape), tensor.dtype) == (source.shape_of(ref.name), source.dtype_of(ref.name))
-        and tensor.is_contiguous()
-        and not tensor.requires_grad
-        and tensor.untyped_storage().nbytes() == tensor.nbytes
-    )
+    if ref.form or not (type(tensor) is torch.Tensor or hasattr(tensor, "device_mesh")):
+        return False
+    if (tuple(tensor.shape), tensor.dtype) != (source.shape_of(ref.name), source.dtype_of(ref.name)):
+        return False
+    here = sharding.local(tensor).tensor
+    return here.is_contiguous() and not tensor.requires_grad and here.untyped_storage().nbytes() == here.nbytes

@@ -96,9 +96,14 @@ def written_by_optimizers(optimizers: Iterable[torch.optim.Optimizer]) -> set[in
     found: set[int] = set()
     for optimizer in optimizers:
         if getattr(type(optimizer).step, "hooked", False):
-            found.update(id(parameter) for group in optimizer.param_groups for parameter in group["params"])
-            found.update(id(value) for entry in optimizer.state.values() for value in entry.values())
+            found.update(_here(parameter) for group in optimizer.param_groups for parameter in group["params"])
+            found.update(_here(value) for entry in optimizer.state.values() for value in entry.values())
     return found
+
+
+def _here(value: Any) -> int:
+    """Return the identity of a tensor, or of what is here of it."""
+    return id(getattr(value, "_local_tensor", value))
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,8 @@ from typing import Any
 import numpy
 import torch
 
-from resilience.checkpoint import encoding, garbage, shards
+from resilience.checkpoint import encoding, garbage, sharding, shards
+from resilience.checkpoint.boxes import Box
 from resilience.checkpoint.decoding import dtype_named
 from resilience.checkpoint.encoding import EncodingError
 from resilience.checkpoint.packing import as_list, as_map, ext, pack
@@ -61,11 +62,13 @@ first rank of the node has it."""
 
 @dataclass
 class Collected:
-    """Every tensor of a state at one moment, by name, in order, and whose it is."""
+    """Every tensor of a state at one moment, by name, in order, and whose it is; of those that are spread over ranks what is here
+    of them, and by index what that is a piece of."""
 
     names: list[str] = field(default_factory=list)
     tensors: list[torch.Tensor] = field(default_factory=list)
     owners: list[int] = field(default_factory=list)
+    pieces: dict[int, tuple[tuple[int, ...], Box]] = field(default_factory=dict)
 
 
 class Collector:
@@ -143,6 +146,8 @@ class Collector:
         return _reference(name)
 
     def _tensor(self, tensor: torch.Tensor, path: str, owner: int) -> bytes:
+        if sharding.is_sharded(tensor):
+            return self._sharded(tensor, path)
         if type(tensor) not in PLAIN_TENSORS:
             _refuse_what_is_elsewhere(tensor, path)
             if hasattr(tensor, "__tensor_flatten__"):
@@ -154,6 +159,18 @@ class Collector:
         name = self._name(path)
         self._add(stored, name, owner)
         return ext(encoding.TENSOR_FORM, pack([name, *form]))
+
+    def _sharded(self, tensor: torch.Tensor, path: str) -> bytes:
+        """Take what is here of a tensor that is spread over ranks. What stands for it is the same as for one that is not, so that
+        either can be restored as the other."""
+        here, whole, box = sharding.local(tensor, path)
+        if type(here) not in PLAIN_TENSORS or not _is_plain(here):
+            raise EncodingError(
+                f"{path}: a {class_name(tensor)} of {class_name(here)} and {here.dtype} can't be kept; nothing was saved. Use "
+                "torch.distributed.checkpoint for this part."
+            )
+        self.found.pieces[len(self.found.names)] = whole, box
+        return self._plain(here, path, OWN)
 
     def _subclass(self, tensor: torch.Tensor, path: str, owner: int) -> bytes:
         if tensor.is_nested:
@@ -213,13 +230,8 @@ def parts_of(tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
 
 
 def _refuse_what_is_elsewhere(tensor: torch.Tensor, path: str) -> None:
-    """Raise for tensors whose bytes are not here: on other ranks, not there yet, or never there."""
+    """Raise for tensors whose bytes are not here: not there yet, or never there."""
     where = class_name(tensor)
-    if hasattr(tensor, "device_mesh") or hasattr(tensor, "sharding_spec"):
-        raise EncodingError(
-            f"{path}: {where} is sharded over ranks, which is not supported yet; nothing was saved. Save a full state, or use "
-            "torch.distributed.checkpoint for this part."
-        )
     if isinstance(tensor, torch.nn.parameter.UninitializedTensorMixin):
         raise EncodingError(f"{path}: {where} has no shape yet; nothing was saved. Run the model once before.")
     if tensor.layout is torch.strided and not hasattr(tensor, "__tensor_flatten__") and not _has_bytes(tensor):
@@ -277,6 +289,7 @@ class Plan:
     dtypes: list[torch.dtype]
     shapes: list[torch.Size]
     owners: list[int]
+    whole: dict[int, tuple[tuple[int, ...], Box]]  # as in ``Collected``
     parts: list[shards.Part]  # what this rank stages, in the order of ``pieces``
     pieces: list[Piece]
     header: bytes
@@ -288,6 +301,7 @@ class Plan:
         return (
             state.names == self.names
             and state.owners == self.owners
+            and state.pieces == self.whole
             and [tensor.dtype for tensor in state.tensors] == self.dtypes
             and [tensor.shape for tensor in state.tensors] == self.shapes
         )
@@ -303,19 +317,18 @@ class Plan:
 
     def targets(self, slot: torch.Tensor) -> list[torch.Tensor]:
         """Return views into a slot's memory (bytes), in the order of ``pieces``."""
-        found = []
-        for dtype, run in groupby(self.pieces, key=lambda piece: piece.dtype):  # those of one type follow each other
-            pieces = list(run)
-            room = slot[pieces[0].start : pieces[-1].start + pieces[-1].nbytes].view(DTYPES[dtype])
-            cut = room.split([piece.nbytes // shards.ITEM_SIZES[dtype] for piece in pieces])
-            found += [part.view(piece.shape) for part, piece in zip(cut, pieces, strict=True)]
-        return found
+        return views(slot, self.pieces)
 
 
-def view_of(memory: torch.Tensor, piece: Piece) -> torch.Tensor:
-    """Return a piece as a tensor over memory whose byte 0 is the first of the data section."""
-    raw = memory[piece.start : piece.start + piece.nbytes]
-    return raw.view(DTYPES[piece.dtype]).view(piece.shape)
+def views(memory: torch.Tensor, pieces: Sequence[Piece]) -> list[torch.Tensor]:
+    """Return pieces as tensors over memory whose byte 0 is the first of the data section; all of a type are cut at once."""
+    found: list[torch.Tensor] = []
+    for dtype, run in groupby(pieces, key=attrgetter("dtype")):  # those of one type follow each other
+        together = list(run)
+        room = memory[together[0].start : together[-1].start + together[-1].nbytes].view(DTYPES[dtype])
+        cut = room.split([piece.nbytes // shards.ITEM_SIZES[dtype] for piece in together])
+        found += [part.view(piece.shape) for part, piece in zip(cut, together, strict=True)]
+    return found
 
 
 @garbage.left_alone()
@@ -329,10 +342,11 @@ def make_plan(state: Collected, local_rank: int, local_world: int) -> Plan:
     described = []
     for part in parts:
         tensor = state.tensors[part.index]
-        whole = tuple(tensor.shape)
-        first, last = part.rows if part.rows is not None else (0, 0)
-        shape = (last - first, *whole[1:]) if part.rows is not None else whole
-        described.append((state.names[part.index], NAMES[tensor.dtype], shape, whole, first))
+        whole, box = state.pieces.get(part.index) or (tuple(tensor.shape), Box.whole(tensor.shape))
+        if part.rows is not None:
+            first, last = part.rows
+            box = Box((first, *box.offsets[1:]), (last - first, *box.shape[1:]))
+        described.append(shards.Wanted(state.names[part.index], NAMES[tensor.dtype], box.shape, whole, box.offsets))
     pieces = shards.lay_out(described)
     by_name = {state.names[part.index]: part for part in parts}
     header = shards.build_header(pieces)
@@ -341,6 +355,7 @@ def make_plan(state: Collected, local_rank: int, local_world: int) -> Plan:
         [tensor.dtype for tensor in state.tensors],
         [tensor.shape for tensor in state.tensors],
         list(state.owners),
+        dict(state.pieces),
         [by_name[piece.name] for piece in pieces],
         pieces,
         header,

@@ -20,6 +20,7 @@ from resilience.checkpoint import garbage, progress, reading, storage
 from resilience.checkpoint.encoding import UnknownCodec
 from resilience.checkpoint.link import Link, Place
 from resilience.checkpoint.reading import Opened
+from resilience.checkpoint.source import DamagedError
 from resilience.checkpoint.state import Part
 from resilience.errors import CheckpointError, NothingToRestore
 
@@ -111,6 +112,8 @@ def _tried(open_it: Callable[[], Opened], load: Callable[[Opened], None], what: 
             return Tried(opened.check.wrong())
     except (MisfitError, UnknownCodec) as error:
         return Tried(str(error), error)
+    except DamagedError as error:
+        return Tried(str(error))
     except Exception as error:  # a script's own code raises what it likes
         text = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
         if opened is None:

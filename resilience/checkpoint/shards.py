@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from resilience.checkpoint.boxes import Box
 from resilience.errors import CheckpointError
 
 ALIGN = 4096
@@ -25,6 +26,7 @@ ITEM_SIZES = {
 _KEY = "resilience"
 _MAX_HEADER = 100_000_000  # of the safetensors library
 _MAX_DIMENSIONS = 64
+_NUMBERS = frozenset({int})
 
 
 class ShardError(CheckpointError):
@@ -32,7 +34,7 @@ class ShardError(CheckpointError):
 
 
 class Piece(NamedTuple):
-    """A tensor, or some rows of one, in the data section of a shard."""
+    """A tensor, or a part of one, in the data section of a shard."""
 
     name: str
     dtype: str  # as safetensors spells it
@@ -40,12 +42,17 @@ class Piece(NamedTuple):
     start: int
     nbytes: int
     whole: tuple[int, ...]  # shape of the tensor that it is a piece of
-    first_row: int = 0
+    offsets: tuple[int, ...]  # where in that it begins
 
     @property
     def is_whole(self) -> bool:
         """Whether it is the whole tensor."""
         return self.shape == self.whole
+
+    @property
+    def box(self) -> Box:
+        """Which part of the whole tensor it is."""
+        return Box(self.offsets, self.shape)
 
 
 def aligned(nbytes: int) -> int:
@@ -59,7 +66,7 @@ def build_header(pieces: Sequence[Piece]) -> bytes:
         "__metadata__": {
             "format": "pt",
             "DCP_VERSION": "1.0",
-            "DCP_SHARDING_INFO": json.dumps({piece.name: {"saved_offsets": _offsets(piece)} for piece in pieces}),
+            "DCP_SHARDING_INFO": json.dumps({piece.name: {"saved_offsets": piece.offsets} for piece in pieces}),
             _KEY: json.dumps({"whole": {piece.name: piece.whole for piece in pieces if not piece.is_whole}}),
         }
     }
@@ -78,10 +85,6 @@ def build_header(pieces: Sequence[Piece]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _offsets(piece: Piece) -> list[int]:
-    return [piece.first_row, *[0] * (len(piece.shape) - 1)] if piece.shape else []
-
-
 def header_length(prefix: bytes | memoryview, limit: int) -> int:
     """Return how long the whole header is (its own length included), from the first 8 bytes of a shard of ``limit`` bytes."""
     length = int.from_bytes(prefix[:8], "little") + 8
@@ -91,7 +94,7 @@ def header_length(prefix: bytes | memoryview, limit: int) -> int:
 
 
 def parse_header(header: bytes | memoryview, data_bytes: int) -> list[Piece]:
-    """Return what a shard holds. Everything is checked: sizes, offsets, order, overlaps. Raises :class:`ShardError`."""
+    """Return what a shard holds, by place. Everything is checked: sizes, offsets, holes, overlaps. Raises :class:`ShardError`."""
     try:
         entries = json.loads(bytes(header[8:]))
         metadata = entries.pop("__metadata__")
@@ -103,7 +106,8 @@ def parse_header(header: bytes | memoryview, data_bytes: int) -> list[Piece]:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ShardError(f"the header can't be read: {type(error).__name__}: {error}") from error
     end = 0
-    for piece in sorted(pieces, key=lambda piece: (piece.start, piece.nbytes)):
+    pieces.sort(key=lambda piece: (piece.start, piece.nbytes))
+    for piece in pieces:
         if piece.start != end:
             raise ShardError(f"tensor {piece.name!r} begins at {piece.start}, not at {end}")
         end += piece.nbytes
@@ -114,18 +118,16 @@ def parse_header(header: bytes | memoryview, data_bytes: int) -> list[Piece]:
 
 def _piece(name: str, entry: Any, offsets: Any, whole: Any) -> Piece:
     shape, (start, end) = tuple(entry["shape"]), entry["data_offsets"]
-    whole = shape if whole is None else tuple(whole)
-    rows = offsets[0] if offsets else 0
+    whole, offsets = shape if whole is None else tuple(whole), tuple(offsets)
     numbers = [*shape, *whole, start, end, *offsets]
-    if not all(type(number) is int and 0 <= number < 1 << 63 for number in numbers) or len(shape) > _MAX_DIMENSIONS:
+    if not _NUMBERS.issuperset(map(type, numbers)) or min(numbers) < 0 or max(numbers) >> 63:
         raise ShardError(f"tensor {name!r} has a number in it that is none")
     item = ITEM_SIZES[entry["dtype"]]
-    if math.prod(shape) * item != end - start or start % item:
+    if math.prod(shape) * item != end - start or start % item or len(shape) > _MAX_DIMENSIONS:
         raise ShardError(f"tensor {name!r} has bytes {start} to {end} for shape {list(shape)} of {entry['dtype']}")
-    fits = len(whole) == len(shape) and whole[1:] == shape[1:] and (not shape or rows + shape[0] <= whole[0])
-    if not fits or offsets != ([rows, *[0] * (len(shape) - 1)] if shape else []):
-        raise ShardError(f"tensor {name!r} of shape {list(shape)} is no piece of {list(whole)} at row {rows}")
-    return Piece(name, entry["dtype"], shape, start, end - start, whole, rows)
+    if not Box(offsets, shape).fits(whole):
+        raise ShardError(f"tensor {name!r} of shape {list(shape)} is no piece of {list(whole)} at {list(offsets)}")
+    return Piece(name, entry["dtype"], shape, start, end - start, whole, offsets)
 
 
 # -- who stages what --------------------------------------------------------------------------------------------------
@@ -169,12 +171,21 @@ def _owner(at: int, total: int, parts: int) -> int:
     return parts - 1
 
 
-def lay_out(tensors: Iterable[tuple[str, str, tuple[int, ...], tuple[int, ...], int]]) -> list[Piece]:
-    """Pack pieces (name, dtype, shape, whole shape, first row) by falling item size; return them with their places."""
-    ordered = sorted(tensors, key=lambda item: -ITEM_SIZES[item[1]])
+class Wanted(NamedTuple):
+    """A piece that has no place yet."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    whole: tuple[int, ...]
+    offsets: tuple[int, ...]
+
+
+def lay_out(wanted: Iterable[Wanted]) -> list[Piece]:
+    """Pack pieces by falling item size; return them with their places."""
     found, at = [], 0
-    for name, dtype, shape, whole, first_row in ordered:
+    for name, dtype, shape, whole, offsets in sorted(wanted, key=lambda item: -ITEM_SIZES[item.dtype]):
         nbytes = math.prod(shape) * ITEM_SIZES[dtype]
-        found.append(Piece(name, dtype, shape, at, nbytes, whole, first_row))
+        found.append(Piece(name, dtype, shape, at, nbytes, whole, offsets))
         at += nbytes
     return found

@@ -14,9 +14,10 @@ from typing import Any, Protocol
 
 import torch
 
+from resilience.checkpoint import sharding
 from resilience.checkpoint.optimizers import Names, Optimizer, few_names
 from resilience.checkpoint.plan import LEADER, OWN, SHARED
-from resilience.checkpoint.reading import Ref, Source
+from resilience.checkpoint.source import Ref, Source
 from resilience.errors import CheckpointError
 
 
@@ -60,6 +61,7 @@ class Module:
         self._buffer_owner = LEADER if same_buffers or (replicated and not wrapped) else OWN
         refuse_sharded(name, self.module)
         self.seen: dict[str, Any] = {}
+        self._unfit: set[str] = set()  # keys of what was saved and does not fit, as the last check found
 
     def state(self) -> Any:
         """See :class:`Part`."""
@@ -80,10 +82,14 @@ class Module:
         live = self.state()
         said = few_names(f"{self.name}: in the model, not in the checkpoint", live.keys() - tree.keys())
         said += few_names(f"{self.name}: in the checkpoint, not in the model", tree.keys() - live.keys())
+        self._unfit = tree.keys() - live.keys()
         for key in live.keys() & tree.keys():
             ref, tensor = tree[key], live[key]
             if isinstance(ref, Ref) and isinstance(tensor, torch.Tensor):
-                said += ref.differs(f"{self.name}.{key}", tensor, source)
+                differs = ref.differs(f"{self.name}.{key}", tensor, source)
+                if differs:
+                    self._unfit.add(key)
+                    said += differs
         return said
 
     def load(self, tree: Any, source: Source) -> None:
@@ -91,16 +97,19 @@ class Module:
         live = self.state()
         own = {id(tensor) for tensor in (*self.module.parameters(), *self.module.buffers())}
         plain = not _has_load_hooks(self.module)
-        rest = {}
+        rest, in_place = {}, []
         for key, value in tree.items():
             tensor = live.get(key)
-            if isinstance(value, Ref) and isinstance(tensor, torch.Tensor) and value.differs(key, tensor, source):
+            if key in self._unfit or key not in live:
                 continue  # was said; without ``strict`` it stays as it is
-            in_place = plain and isinstance(value, Ref) and tensor is not None and id(tensor) in own
-            if in_place and value.plain:
-                source.copy_into(value.name, tensor)
-            elif key in live:
+            if plain and type(value) is Ref and value.plain and id(tensor) in own:
+                in_place.append((value.name, tensor))
+            elif type(value) is Ref and sharding.is_sharded(tensor):
+                rest[key] = sharding.like(tensor, torch.empty_like(sharding.local(tensor).tensor, requires_grad=False))
+                in_place.append((value.name, rest[key]))
+            else:
                 rest[key] = source.fresh(value)
+        source.copy_all(in_place)
         if rest:
             self.module.load_state_dict(rest, strict=False)
 
@@ -108,7 +117,7 @@ class Module:
 def refuse_sharded(name: str, module: torch.nn.Module) -> None:
     """Raise for modules whose state is spread over ranks in a way that is not known here."""
     kind = type(module).__name__
-    if kind == "FullyShardedDataParallel" or kind.startswith("FSDP"):
+    if kind == "FullyShardedDataParallel":
         raise CheckpointError(
             f"{name} is wrapped in {kind}, whose sharded state is not supported yet. Nothing was set up. Use "
             "torch.distributed.checkpoint for it meanwhile."
@@ -119,13 +128,19 @@ def _has_load_hooks(module: torch.nn.Module) -> bool:
     """Whether somebody wants a word when a state is loaded: then torch's own way is gone."""
     standard = torch.nn.Module
     for part in module.modules():
-        if part._load_state_dict_pre_hooks or part._load_state_dict_post_hooks:
+        if part._load_state_dict_post_hooks or not all(map(_is_fsdps, part._load_state_dict_pre_hooks.values())):
             return True
         if type(part).load_state_dict is not standard.load_state_dict:
             return True
         if not type(part)._load_from_state_dict.__module__.startswith("torch.nn."):
             return True
     return False
+
+
+def _is_fsdps(hook: Any) -> bool:
+    """Whether a hook is that of FSDP2, which has the parameters sharded: they are, since their state was looked at."""
+    module = getattr(getattr(hook, "hook", hook), "__module__", "")
+    return str(module).startswith("torch.distributed.fsdp._fully_shard")
 
 
 class Stateful:

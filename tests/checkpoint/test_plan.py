@@ -19,7 +19,8 @@ from torch.testing._internal.two_tensor import TwoTensor
 from resilience.checkpoint import encoding, garbage, plan, shards
 from resilience.checkpoint.encoding import DecodingError, EncodingError
 from resilience.checkpoint.plan import LEADER, OWN, SHARED, Collected, Collector, Plan, make_plan
-from resilience.checkpoint.reading import Ref, Source, decode
+from resilience.checkpoint.reading import decode
+from resilience.checkpoint.source import Ref, Shard, Source
 from resilience.checkpoint.stager import copy
 from resilience.errors import CheckpointError
 
@@ -75,7 +76,7 @@ def staged(
         made = make_plan(found, peer, world)
         slot = torch.full((shards.aligned(made.data_bytes),), 0xEE, dtype=torch.uint8)
         copy(made.targets(slot), made.sources(found))
-        source.add(slot, shards.parse_header(made.header, made.data_bytes), peer == rank)
+        source.add(Shard(slot, shards.parse_header(made.header, made.data_bytes)), peer == rank)
         plans.append(made)
         if peer == rank:
             mine = decode(memoryview(values))
@@ -245,7 +246,7 @@ def test_any_key_can_name_a_tensor(key: str) -> None:
     slot = torch.zeros(made.data_bytes, dtype=torch.uint8)
     copy(made.targets(slot), made.sources(collector.found))
     source = Source()
-    source.add(slot, shards.parse_header(made.header, made.data_bytes), own=True)
+    source.add(Shard(slot, shards.parse_header(made.header, made.data_bytes)), own=True)
     found = source.fresh(decode(memoryview(values)))
     assert list(found) == [key]
     assert found[key].tolist() == [1, 1]
@@ -464,10 +465,6 @@ class Wrapper(torch.Tensor):  # type: ignore[misc]
         raise NotImplementedError
 
 
-class Sharded(torch.Tensor):  # type: ignore[misc]
-    device_mesh = "mesh"
-
-
 class WithContext(TwoTensor):  # type: ignore[misc]
     def __tensor_flatten__(self) -> Any:
         return ["a", "b"], {"scale": object()}
@@ -487,7 +484,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "jagged": (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged), "nested"),
     "not there yet": (lambda: torch.nn.LazyLinear(3).weight, "has no shape yet"),
     "buffer not there yet": (lambda: torch.nn.LazyBatchNorm1d().running_mean, "has no shape yet"),
-    "sharded": (lambda: torch.ones(3).as_subclass(Sharded), "sharded over ranks"),
     "fake": (fake, "has no memory of its own"),
     "wrapper": (Wrapper, "has no memory of its own"),
     "quantized by channel": (
@@ -519,13 +515,21 @@ def process_group() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("process_group")
-def test_real_distributed_tensor_is_refused_with_its_place() -> None:
-    from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+def test_distributed_tensor_is_kept_like_one_that_is_not() -> None:
+    from torch.distributed.tensor import Shard as Sharded
+    from torch.distributed.tensor import distribute_tensor, init_device_mesh
 
-    tensor = distribute_tensor(torch.ones(4, 2), init_device_mesh("cpu", (1,)), [Shard(0)])
-    with pytest.raises(
-        EncodingError, match=r"^state\.w: .*DTensor is sharded over ranks.*torch.distributed.checkpoint"
-    ):
+    whole = torch.arange(8.0).reshape(4, 2)
+    tensor = distribute_tensor(whole, init_device_mesh("cpu", (1,)), [Sharded(0)])
+    assert torch.equal(there_and_back({"w": tensor})["w"], whole)
+
+
+@pytest.mark.usefixtures("process_group")
+def test_distributed_tensor_that_is_a_part_of_a_sum_is_refused_with_its_place() -> None:
+    from torch.distributed.tensor import DTensor, Partial, init_device_mesh
+
+    tensor = DTensor.from_local(torch.ones(4, 2), init_device_mesh("cpu", (1,)), [Partial()])
+    with pytest.raises(CheckpointError, match=r"^state\.w: a DTensor with placements .*Partial.*Redistribute it first"):
         collected({"w": tensor})
 
 
@@ -559,7 +563,9 @@ def test_each_rank_stages_its_part_of_what_is_shared_and_all_of_its_own(world: i
         assert ("state.leader.mean" in names) == (rank == 0)
         assert made.data_bytes == sum(piece.nbytes for piece in made.pieces)
         for piece in made.pieces:
-            rows.setdefault(piece.name, []).extend(range(piece.first_row, piece.first_row + (piece.shape or (1,))[0]))
+            rows.setdefault(piece.name, []).extend(
+                range(*((piece.offsets[0], piece.offsets[0] + piece.shape[0]) if piece.shape else (0, 1)))
+            )
     assert sorted(rows["state.shared.large"]) == list(range(10))
     assert sorted(rows["state.shared.odd"]) == list(range(5))
     assert rows["state.shared.scalar"] == [0]

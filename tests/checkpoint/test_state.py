@@ -13,7 +13,8 @@ import torch
 from resilience.checkpoint import encoding, shards
 from resilience.checkpoint.optimizers import Names, Optimizer
 from resilience.checkpoint.plan import Collector, make_plan
-from resilience.checkpoint.reading import Source, decode
+from resilience.checkpoint.reading import decode
+from resilience.checkpoint.source import Shard, Source
 from resilience.checkpoint.stager import copy as copied
 from resilience.checkpoint.state import Module
 
@@ -69,7 +70,7 @@ def saved(part: Optimizer) -> tuple[Any, Source]:
     slot = torch.zeros(made.data_bytes, dtype=torch.uint8)
     copied(made.targets(slot), made.sources(collector.found))
     source = Source()
-    source.add(slot, shards.parse_header(made.header, made.data_bytes), own=True)
+    source.add(Shard(slot, shards.parse_header(made.header, made.data_bytes)), own=True)
     return decode(memoryview(values)), source
 
 
@@ -295,9 +296,9 @@ def test_restored_state_shares_no_memory_with_the_slot() -> None:
         tree, source = saved(alone(stepped(torch.optim.Adam, 1)))
         alone(target).load(tree, source)
         before = [tensor.clone() for tensor in tensors_of(target)]
-        for pieces in source._pieces.values():
-            for memory, _ in pieces:
-                memory.fill_(0xFF)
+        for pieces in source._found.values():
+            for shard, piece in pieces:
+                shard.view(piece.name).fill_(77)
         assert all(torch.equal(one, other) for one, other in zip(before, tensors_of(target), strict=True))
 
 
