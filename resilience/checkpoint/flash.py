@@ -31,7 +31,7 @@ from resilience.checkpoint.overlap import Copier, Later
 from resilience.checkpoint.plan import Collected
 from resilience.checkpoint.reading import Opened
 from resilience.checkpoint.receipt import Level, Receipt
-from resilience.checkpoint.restore import MisfitError, agree, load_parts
+from resilience.checkpoint.restore import MisfitError, Wish, agree, load_parts, refuse_other_world
 from resilience.checkpoint.schedule import Every, Interval
 from resilience.checkpoint.slots import COMPLETE
 from resilience.checkpoint.stager import Stager
@@ -225,18 +225,20 @@ class FlashCheckpoint:
         allow_fresh_start: bool = False,
         weights_only: bool = False,
         strict: bool = True,
+        allow_other_world: bool = False,
     ) -> int:
         """Bring everything back to the newest step that all ranks can reach, or to ``step``; return the step to go on from.
 
         From memory if it is there, else from disk; digests are checked. With ``allow_fresh_start`` 0 is returned where there is
         nothing; otherwise that raises :class:`NothingToRestore`. ``weights_only``: modules only. ``strict=False``: what is on one
-        side only is left as it is, and said. All ranks call it.
+        side only is left as it is, and said. Another number of ranks than it was saved by is fine for modules, optimizers and
+        what is ``replicated``; with ``allow_other_world`` the rest goes to the ranks that were there. All ranks call it.
         """
-
+        wish = Wish(strict, alone=weights_only, any_world=allow_other_world)
         parts = [part for part in self._parts if isinstance(part, Module) or not weights_only]
 
         def load(opened: Opened) -> None:
-            load_parts(parts, opened, strict, alone=weights_only)
+            load_parts(parts, opened, self._place, wish)
 
         found = self._agree(step, load, allow_fresh_start)
         if found is None:
@@ -244,13 +246,17 @@ class FlashCheckpoint:
             return 0
         return found + 1
 
-    def load_state(self, step: int | None = None) -> Any:
-        """Return the state that :meth:`save_state` was given last, or at ``step``. Raises :class:`NothingToRestore`."""
+    def load_state(self, step: int | None = None, *, allow_other_world: bool = False) -> Any:
+        """Return the state that :meth:`save_state` was given last, or at ``step``. Raises :class:`NothingToRestore`.
+
+        What was spread over ranks comes back whole. With ``allow_other_world`` a rank that was not there is given what rank 0 had.
+        """
         states: list[Any] = []
 
         def load(opened: Opened) -> None:
             if not isinstance(opened.values, dict) or opened.values.keys() != {"state"}:
                 raise MisfitError("it was saved by save(), and restore() gives it back")
+            refuse_other_world(["the state"], opened, self._place, allow_other_world)
             states[:] = [opened.source.fresh(opened.values["state"])]
 
         if self._agree(step, load) is None:

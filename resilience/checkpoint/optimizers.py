@@ -66,6 +66,8 @@ class Names:
 class Optimizer:
     """A ``torch.optim.Optimizer``."""
 
+    any_world = True
+
     def __init__(self, name: str, optimizer: torch.optim.Optimizer, names: Names) -> None:
         self.name = name
         self.optimizer = optimizer

@@ -57,11 +57,14 @@ def _compare(data: memoryview, known: str, where: str) -> str:
 
 @dataclass
 class Opened:
-    """A snapshot that is ready to be read: tensors, this rank's values, and the check that runs beside it."""
+    """A snapshot that is ready to be read: tensors, this rank's values, and the check that runs beside it. ``world``: so many ranks
+    made it; ``stranger``: this one was none of them, and the values are those of rank 0."""
 
     source: Source
     values: Any
     check: Check
+    world: int = 1
+    stranger: bool = False
 
 
 def share_of_cores(local_world: int) -> int:
@@ -98,7 +101,7 @@ def open_memory(
             values.append(decode(_sealed(view, message["values"], f"the values of rank {rank} in memory are")))
     if not values:
         raise CheckpointError(f"the snapshot in memory has nothing of rank {rank}")
-    return Opened(source, values[0], check)
+    return Opened(source, values[0], check, int(message["world"]))
 
 
 def _sealed(memory: memoryview, where: Sequence[int], what: str) -> memoryview:
@@ -113,7 +116,8 @@ def open_disk(path: Path, manifest: Manifest, rank: int) -> Opened:
     """Open a checkpoint on disk. Everything that is read is checked; files that this rank needs nothing of are not opened. A rank
     that it knows nothing of is given what rank 0 had."""
     source, check = Source(), Check()
-    rank = rank if rank < manifest.world else 0
+    stranger = rank >= manifest.world
+    rank = 0 if stranger else rank
     for file in manifest.shards:
         if file.rank == rank:
             source.add(_shard(path, file, check), own=True)
@@ -125,7 +129,7 @@ def open_disk(path: Path, manifest: Manifest, rank: int) -> Opened:
             data = opened.read(mine.nbytes)
         if digest.digests(memoryview(data), mine.chunk) != list(mine.digests):
             raise CheckpointError(f"{mine.name}: the digest is wrong")
-        return Opened(source, decode(memoryview(data)), check)
+        return Opened(source, decode(memoryview(data)), check, manifest.world, stranger)
 
 
 def _shard(path: Path, file: File, check: Check) -> Shard:

@@ -21,7 +21,7 @@ from resilience.checkpoint.encoding import UnknownCodec
 from resilience.checkpoint.link import Link, Place
 from resilience.checkpoint.reading import Opened
 from resilience.checkpoint.source import DamagedError
-from resilience.checkpoint.state import Part
+from resilience.checkpoint.state import Part, Random
 from resilience.errors import CheckpointError, NothingToRestore
 
 _LOG = logging.getLogger("resilience.checkpoint")
@@ -139,28 +139,55 @@ def _open(answer: dict[str, Any], fds: list[int], place: Place, known: Callable[
     return reading.open_disk(path, storage.read_manifest(path), place.rank)
 
 
-def load_parts(parts: Sequence[Part], opened: Opened, strict: bool, alone: bool = False) -> None:
-    """Give every part its state back. With ``strict`` nothing is changed unless all of it fits. ``alone``: whatever else was saved
-    is not asked for."""
-    check_parts(parts, opened, strict, alone)
+@dataclass(frozen=True)
+class Wish:
+    """How parts are to be loaded. ``strict``: nothing is changed unless all of it fits. ``alone``: whatever else was saved is not
+    asked for. ``any_world``: what belongs to single ranks is given back although there were more or fewer of them."""
+
+    strict: bool = True
+    alone: bool = False
+    any_world: bool = False
+
+
+def load_parts(parts: Sequence[Part], opened: Opened, place: Place, wish: Wish) -> None:
+    """Give every part its state back."""
+    check_parts(parts, opened, wish)
+    refuse_other_world([part.name for part in parts if not part.any_world], opened, place, wish.any_world)
     for part in parts:
-        if part.name in opened.values:
+        if part.name not in opened.values:
+            continue
+        if not opened.stranger or part.any_world:
             part.load(opened.values[part.name], opened.source)
+        elif isinstance(part, Random):
+            part.derive(opened.values[part.name], opened.source, place.rank)
+        else:
+            _LOG.warning("%s has no state for rank %s: %s ranks saved it.", part.name, place.rank, opened.world)
 
 
-def check_parts(parts: Sequence[Part], opened: Opened, strict: bool, alone: bool = False) -> None:
+def refuse_other_world(names: Sequence[str], opened: Opened, place: Place, allowed: bool) -> None:
+    """Raise :class:`MisfitError` for what belongs to single ranks if there were more or fewer of them."""
+    mine = [name for name in names if name != Random.name]
+    if mine and opened.world != place.world and not allowed:
+        raise MisfitError(
+            f"it was saved by {opened.world} ranks, and here are {place.world}; {', '.join(mine)} may be different on each (a "
+            f"place in the data, for instance). If it is the same on all, say so: FlashCheckpoint(…, replicated={mine!r}). Otherwise "
+            "restore(allow_other_world=True) gives it back to the ranks that were there, and new ranks keep what they have"
+        )
+
+
+def check_parts(parts: Sequence[Part], opened: Opened, wish: Wish) -> None:
     """Raise :class:`MisfitError`, or only say so, if what was saved is not what is there."""
     if not isinstance(opened.values, dict):
         raise MisfitError("what was saved is no state of this kind")
     names = {part.name for part in parts}
     said = [f"{name} was not saved" for name in sorted(names - opened.values.keys())]
     said += (
-        [] if alone else [f"{name} was saved and is not given here" for name in sorted(opened.values.keys() - names)]
+        [] if wish.alone else [f"{name} was saved and is not given here" for name in sorted(opened.values.keys() - names)]
     )
     for part in parts:
         if part.name in opened.values:
-            said += part.check(opened.values[part.name], opened.source, strict)
-    if said and strict:
+            said += part.check(opened.values[part.name], opened.source, wish.strict)
+    if said and wish.strict:
         raise MisfitError("; ".join(said))
     for text in said:
         _LOG.warning("%s; left as it is.", text)

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
-from resilience.checkpoint import sharding
+from resilience.checkpoint import digest, sharding
 from resilience.checkpoint.optimizers import Names, Optimizer, few_names
 from resilience.checkpoint.plan import LEADER, OWN, SHARED
 from resilience.checkpoint.source import Ref, Source
@@ -25,6 +25,7 @@ class Part(Protocol):
     """One part of a checkpoint."""
 
     name: str
+    any_world: bool  # whether its state means the same to any rank of a job with more or fewer of them
 
     def state(self) -> Any:
         """Return its state now. Tensors may be the live ones: they are copied before training goes on."""
@@ -52,7 +53,9 @@ def unwrap(module: torch.nn.Module) -> tuple[torch.nn.Module, bool, bool]:
 
 
 class Module:
-    """A ``torch.nn.Module``, with or without DDP around it."""
+    """A ``torch.nn.Module``, with or without DDP around it, or sharded by FSDP2."""
+
+    any_world = True
 
     def __init__(self, name: str, module: torch.nn.Module, replicated: bool) -> None:
         self.name = name
@@ -143,12 +146,16 @@ def _is_fsdps(hook: Any) -> bool:
     return str(module).startswith("torch.distributed.fsdp._fully_shard")
 
 
+_SAME_ON_ALL = (torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)  # as training goes; not said of their tensors
+
+
 class Stateful:
     """Anything with ``state_dict`` and ``load_state_dict``: loaders, schedulers, samplers, gradient scalers."""
 
     def __init__(self, name: str, thing: Any, replicated: bool = False) -> None:
         self.name = name
         self.thing = thing
+        self.any_world = replicated or isinstance(thing, _SAME_ON_ALL)
         self._owner = SHARED if replicated else OWN
 
     def state(self) -> Any:
@@ -172,6 +179,7 @@ class Random:
     """The random states of this rank: Python, numpy, torch, and the device in use."""
 
     name = "rng"
+    any_world = False
 
     def state(self) -> Any:
         """See :class:`Part`."""
@@ -202,6 +210,22 @@ class Random:
         }
         for name, state in found.items():
             setters[name](state)
+
+
+    def derive(self, tree: Any, source: Source, rank: int) -> None:
+        """Begin as a rank that was not there: from what rank 0 had, and the rank. The same every time, and no other rank's."""
+        found = source.fresh(tree)
+        seed = int(digest.digest(memoryview(found["torch"].numpy().tobytes() + b"%d" % rank))[:15], 16)
+        random.seed(seed)
+        torch.manual_seed(seed)
+        if "numpy" in found:
+            _seed_numpy(seed % (1 << 32))
+
+
+def _seed_numpy(seed: int) -> None:
+    import numpy  # noqa: PLC0415
+
+    numpy.random.seed(seed)
 
 
 def _set_numpy(state: Any) -> None:

@@ -34,10 +34,11 @@ from torch import nn
 
 from resilience.checkpoint import digest, hire, manifest, reading, storage, turns
 from resilience.checkpoint.flash import FlashCheckpoint
+from resilience.checkpoint.link import Place
 from resilience.checkpoint.manifest import File, Manifest
 from resilience.checkpoint.reading import open_disk
 from resilience.checkpoint.receipt import Level
-from resilience.checkpoint.restore import load_parts
+from resilience.checkpoint.restore import Wish, load_parts
 from resilience.checkpoint.saver import restores
 from resilience.checkpoint.saver.process import Saver
 from resilience.checkpoint.state import parts_of
@@ -783,7 +784,7 @@ def read(folder: Path, found: Manifest, rank: Rank) -> None:
     """Do what a rank does that restores a checkpoint from disk."""
     with watched():
         opened = open_disk(folder, found, rank.rank)
-        load_parts(rank.parts, opened, strict=True)
+        load_parts(rank.parts, opened, Place.here(), Wish())
         wrong = opened.check.wrong()
     if wrong:
         raise CheckpointError(wrong)

@@ -597,7 +597,7 @@ class Slots:
     def __init__(self) -> None:
         self.name = f"slot-{next(_numbers)}-"  # those of other tests may still be looked into
         self.fds: list[int] = []
-        self.message: dict[str, Any] = {"peers": []}
+        self.message: dict[str, Any] = {"peers": [], "world": WORLD}
         self.values: dict[int, tuple[int, int, int]] = {}
         self.digests: dict[int, list[str]] = {}
         for rank in range(WORLD):

@@ -337,7 +337,7 @@ class Chair:
         if agreement.differ():
             self._refuse(f"ranks ask for different steps: {agreement.differ()}")
             return
-        aside = agreement.choose(self._world)
+        aside = agreement.choose()
         if agreement.choice is not None:
             self._tell_all(op="choice", **vars(agreement.choice), aside=aside)
             return

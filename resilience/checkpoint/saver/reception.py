@@ -74,7 +74,7 @@ class Reception:
             stored = book.directory.stored(left_out.append)
             for text in left_out:
                 book.complain(text)
-            found = [(*item.manifest.key, item.manifest.world, item.path.name) for item in stored]
+            found = [(*item.manifest.key, item.path.name) for item in stored]
             question |= {"disk": found, "left_out": left_out}
             question |= {"tries": [(*key, number) for key, number in book.tries.counts.items()]}
         book.ask(question)
@@ -175,7 +175,7 @@ def set_aside(book: Book, keys: list[Key]) -> None:
 
 def describe(book: Book, key: Key, rank: int) -> tuple[dict[str, Any], tuple[int, ...]]:
     """Say where a snapshot is in the memory of this node, and what its bytes should be."""
-    base: dict[str, Any] = {"found": MEMORY, "generation": key[0], "step": key[1]}
+    base: dict[str, Any] = {"found": MEMORY, "generation": key[0], "step": key[1], "world": book.cycle.world}
     peers, fds = [], []
     for other, member in sorted(book.roll.locals().items()):
         seal = member.seals()[key]

@@ -120,18 +120,13 @@ class Agreement:
         wanted = {str(ask["step"]) for ask in self.asks.values()}
         return sorted(wanted) if len(wanted) > 1 else []
 
-    def choose(self, world: int) -> list[Key]:
+    def choose(self) -> list[Key]:
         """Choose the next one to try; return what is passed over because restarts failed from it."""
         in_memory = set.intersection(*({_key(item) for item in ask["memory"]} for ask in self.asks.values()))
         chair = self.asks[CHAIR]  # its node alone looks at the disk
-        on_disk = {Candidate(_key(item[:2]), DISK, str(item[3])): int(item[2]) for item in chair["disk"]}
+        on_disk = [Candidate(_key(item[:2]), DISK, str(item[2])) for item in chair["disk"]]
         failed = {(generation, step): count for generation, step, count in chair["tries"]}
-        for item, size in on_disk.items():
-            if size != world:
-                self.bad[item] = (
-                    f"step {item.key[1]} was saved by {size} ranks, and here are {world}: other world sizes are not supported yet"
-                )
-        found = candidates(sorted(in_memory), list(on_disk))
+        found = candidates(sorted(in_memory), on_disk)
         self.loaded = {}
         self.choice = pick(found, step=chair["step"], bad=self.bad, failed=failed)
         return set_aside(found, self.choice, failed) if self.choice is not None else []
