@@ -35,7 +35,8 @@ from resilience.checkpoint.restore import MisfitError, Wish, agree, load_parts, 
 from resilience.checkpoint.schedule import Every, Interval
 from resilience.checkpoint.slots import COMPLETE
 from resilience.checkpoint.stager import Stager
-from resilience.checkpoint.state import Module, Part, parts_of
+from resilience.checkpoint.state import parts_of
+from resilience.checkpoint.together import Together
 from resilience.checkpoint.turns import Turns
 from resilience.errors import (
     CheckpointError,
@@ -105,7 +106,7 @@ class FlashCheckpoint:
             raise ConfigError('memory_every=None: give a number of steps, a timedelta or "auto".')
         self._disk_every = Every.of("disk_every", disk_every)
         self._restore_timeout = options.seconds("restore_timeout", restore_timeout)
-        self._parts: list[Part] = parts_of(things, replicated, rng) if things else []
+        self._parts, self._together = parts_of(things, replicated, rng) if things else ([], Together(needed=False))
         self._newest: Receipt | None = None  # of the last save, and of the last one that was not skipped
         self._kept: Receipt | None = None
         self._owed = False  # a save that was due on disk was skipped
@@ -181,13 +182,15 @@ class FlashCheckpoint:
         self._attendant.look()
         if disk is None:
             disk = self._owed or self._disk_every.has(step)
-        if not disk and not self._memory_every.has(step) and not self._stager.is_armed(step):
+        if not disk and not self._memory_every.has(step) and not self._is_armed(step):
             self._stager.tried(step)
             return Receipt.ended(step, Level.SKIPPED, f"not due: {self._memory_every}")
         self._stager.serve()
         copying = None
         try:
             slot = self._stager.choose(step, wait, self._await_room)
+            if not self._together.all(not isinstance(slot, Receipt)) and not isinstance(slot, Receipt):
+                slot = Receipt.ended(step, Level.SKIPPED, "another rank had no room for it")
             self._waited_in_vain = isinstance(slot, Receipt)
             if isinstance(slot, Receipt):
                 receipt, self._owed = slot, self._owed or disk
@@ -201,6 +204,13 @@ class FlashCheckpoint:
                 self._tried(step)
         self._newest = receipt
         return receipt
+
+    def _is_armed(self, step: int) -> bool:
+        """Whether the saver's clock wants a snapshot. It may not be heard by all ranks at once."""
+        armed = self._stager.is_armed(step)
+        if not self._together.needed:
+            return armed
+        return not self._memory_every.steps and self._together.any(armed)
 
     def _tried(self, step: int) -> None:
         """This rank is through with a step. Called by the thread that copies, where one does."""
@@ -235,10 +245,10 @@ class FlashCheckpoint:
         what is ``replicated``; with ``allow_other_world`` the rest goes to the ranks that were there. All ranks call it.
         """
         wish = Wish(strict, alone=weights_only, any_world=allow_other_world)
-        parts = [part for part in self._parts if isinstance(part, Module) or not weights_only]
+        parts = [part for part in self._parts if not weights_only or hasattr(part, "module")]
 
         def load(opened: Opened) -> None:
-            load_parts(parts, opened, self._place, wish)
+            load_parts(parts, opened, self._place, wish, self._together)
 
         found = self._agree(step, load, allow_fresh_start)
         if found is None:
@@ -277,6 +287,7 @@ class FlashCheckpoint:
                 begin=self._begin,
                 timeout=self._restore_timeout,
                 known=self._stager.mapped,
+                ranks=self._together,
             )
 
     def _begin(self, generation: int) -> None:

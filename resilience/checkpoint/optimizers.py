@@ -67,6 +67,7 @@ class Optimizer:
     """A ``torch.optim.Optimizer``."""
 
     any_world = True
+    together = False
 
     def __init__(self, name: str, optimizer: torch.optim.Optimizer, names: Names) -> None:
         self.name = name
@@ -103,16 +104,16 @@ class Optimizer:
         groups = [{**group, "params": [names[number] for number in group["params"]]} for group in raw["param_groups"]]
         state = {names[key] if type(key) is int else key: value for key, value in raw["state"].items()}
         rest = {key: value for key, value in raw.items() if key not in ("state", "param_groups")}
-        return {**rest, "state": state, "param_groups": groups, _KIND: _kind(self.optimizer)}
+        return {**rest, "state": state, "param_groups": groups, KIND: kind_of(self.optimizer)}
 
     def check(self, tree: Any, source: Source, strict: bool) -> list[str]:
         """See :class:`state.Part`. Without ``strict``: what will be left as it is."""
         if not isinstance(tree, dict) or not {"state", "param_groups"} <= tree.keys():
             return [f"{self.name}: what was saved is no optimizer's state"]
-        mine, saved, kind = set(self.order()), _names_in(tree), tree.get(_KIND, _kind(self.optimizer))
+        mine, saved, kind = set(self.order()), _names_in(tree), tree.get(KIND, kind_of(self.optimizer))
         said = []
-        if kind != _kind(self.optimizer) and (strict or not self._has_settings_of(tree)):
-            said.append(f"{self.name} is a {_kind(self.optimizer)}, in the checkpoint a {kind}")
+        if kind != kind_of(self.optimizer) and (strict or not self._has_settings_of(tree)):
+            said.append(f"{self.name} is a {kind_of(self.optimizer)}, in the checkpoint a {kind}")
         said += few_names(f"{self.name}: parameters of the optimizer that are not in the checkpoint", mine - saved)
         said += few_names(f"{self.name}: parameters in the checkpoint that are not the optimizer's", saved - mine)
         said += few_names(f"{self.name}: parameters that have another shape now", self._reshaped(source))
@@ -138,13 +139,13 @@ class Optimizer:
             # torch looks up every tensor in there; in a list that takes the square of their number
             groups.append({**settings, "params": params if usual else list(params)})
             first = params.stop
-        rest = {key: value for key, value in fresh.items() if key != _KIND}
+        rest = {key: value for key, value in fresh.items() if key != KIND}
         self.optimizer.load_state_dict({**rest, "state": state, "param_groups": groups})
 
     def _has_settings_of(self, tree: Any) -> bool:
         """Whether the groups of what was saved have the settings that this optimizer knows."""
         mine = {key for group in self.optimizer.param_groups for key in group}
-        return tree.get(_KIND, _kind(self.optimizer)) == _kind(self.optimizer) or all(
+        return tree.get(KIND, kind_of(self.optimizer)) == kind_of(self.optimizer) or all(
             mine == group.keys() for group in tree["param_groups"]
         )
 
@@ -193,10 +194,11 @@ class Optimizer:
         return rooms
 
 
-_KIND = "kind"
+KIND = "kind"
 
 
-def _kind(optimizer: torch.optim.Optimizer) -> str:
+def kind_of(optimizer: torch.optim.Optimizer) -> str:
+    """Return which optimizer it is."""
     return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
 
 

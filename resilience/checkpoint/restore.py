@@ -22,6 +22,7 @@ from resilience.checkpoint.link import Link, Place
 from resilience.checkpoint.reading import Opened
 from resilience.checkpoint.source import DamagedError
 from resilience.checkpoint.state import Part, Random
+from resilience.checkpoint.together import Together
 from resilience.errors import CheckpointError, NothingToRestore
 
 _LOG = logging.getLogger("resilience.checkpoint")
@@ -43,6 +44,7 @@ def agree(
     begin: Callable[[int], None],
     timeout: float,
     known: Callable[[int], mmap.mmap | None] = lambda fd: None,
+    ranks: Together = Together(needed=False),  # noqa: B008 - has no state
 ) -> int | None:
     """Load the newest snapshot that all ranks can reach (or that of ``step``); return its step, or ``None`` if there is none.
 
@@ -56,7 +58,7 @@ def agree(
     while answer.get("found"):
         began, chosen = time.monotonic(), answer
         what = f"restoring step {answer['step']} from {answer['found']}" if place.rank == 0 else ""
-        tried = _tried(lambda answer=answer, fds=fds: _open(answer, fds, place, known), load, what)  # type: ignore[misc]
+        tried = _tried(lambda answer=answer, fds=fds: _open(answer, fds, place, known), load, what, ranks)  # type: ignore[misc]
         try:
             answer, fds = link.ask({"op": "loaded", **tried.message()}, timeout=timeout + 10)
         except CheckpointError:
@@ -94,7 +96,7 @@ class Tried:
         return {"wrong": self.wrong[:4000], "misfit": self.misfit is not None}
 
 
-def _tried(open_it: Callable[[], Opened], load: Callable[[Opened], None], what: str) -> Tried:
+def _tried(open_it: Callable[[], Opened], load: Callable[[Opened], None], what: str, ranks: Together) -> Tried:
     """Open a snapshot and load it; ``what`` is shown to a person who waits for it, if it is not empty.
 
     A snapshot that can't be opened, or whose digests are wrong, is bad, whatever was raised: a script's own code may have been
@@ -107,7 +109,8 @@ def _tried(open_it: Callable[[], Opened], load: Callable[[Opened], None], what: 
 
     try:
         with garbage.left_alone(), progress.shown(what, fraction, shows=bool(what)):
-            opened = open_it()
+            with ranks.or_none():
+                opened = open_it()
             load(opened)
             return Tried(opened.check.wrong())
     except (MisfitError, UnknownCodec) as error:
@@ -149,10 +152,11 @@ class Wish:
     any_world: bool = False
 
 
-def load_parts(parts: Sequence[Part], opened: Opened, place: Place, wish: Wish) -> None:
+def load_parts(parts: Sequence[Part], opened: Opened, place: Place, wish: Wish, ranks: Together) -> None:
     """Give every part its state back."""
-    check_parts(parts, opened, wish)
-    refuse_other_world([part.name for part in parts if not part.any_world], opened, place, wish.any_world)
+    with ranks.or_none():
+        check_parts(parts, opened, wish)
+        refuse_other_world([part.name for part in parts if not part.any_world], opened, place, wish.any_world)
     for part in parts:
         if part.name not in opened.values:
             continue
@@ -170,8 +174,9 @@ def refuse_other_world(names: Sequence[str], opened: Opened, place: Place, allow
     if mine and opened.world != place.world and not allowed:
         raise MisfitError(
             f"it was saved by {opened.world} ranks, and here are {place.world}; {', '.join(mine)} may be different on each (a "
-            f"place in the data, for instance). If it is the same on all, say so: FlashCheckpoint(…, replicated={mine!r}). Otherwise "
-            "restore(allow_other_world=True) gives it back to the ranks that were there, and new ranks keep what they have"
+            "place in the data, for instance). If it is the same on all, say so: "
+            f"FlashCheckpoint(…, replicated={mine!r}). Otherwise restore(allow_other_world=True) gives it back to the ranks that "
+            "were there, and new ranks keep what they have"
         )
 
 
@@ -182,7 +187,9 @@ def check_parts(parts: Sequence[Part], opened: Opened, wish: Wish) -> None:
     names = {part.name for part in parts}
     said = [f"{name} was not saved" for name in sorted(names - opened.values.keys())]
     said += (
-        [] if wish.alone else [f"{name} was saved and is not given here" for name in sorted(opened.values.keys() - names)]
+        []
+        if wish.alone
+        else [f"{name} was saved and is not given here" for name in sorted(opened.values.keys() - names)]
     )
     for part in parts:
         if part.name in opened.values:

@@ -6,6 +6,7 @@ talks to other ranks.
 
 from __future__ import annotations
 
+import copy
 import sys
 from typing import Any, NamedTuple
 
@@ -78,6 +79,8 @@ def _of_sharded_tensor(tensor: Any, path: str) -> Local:
 
 def like(pattern: Any, piece: torch.Tensor) -> Any:
     """Return a tensor that is spread over ranks as ``pattern`` is, with ``piece`` as what is here of it."""
+    if hasattr(pattern, "local_shards"):
+        return _sharded_tensor_like(pattern, piece)
     module: Any = sys.modules["torch.distributed.tensor"]
     return module.DTensor.from_local(
         piece,
@@ -86,4 +89,20 @@ def like(pattern: Any, piece: torch.Tensor) -> Any:
         run_check=False,
         shape=pattern.shape,
         stride=pattern.stride(),
+    )
+
+
+def empty_like(pattern: Any, dtype: torch.dtype) -> Any:
+    """Return a tensor that is spread over ranks as ``pattern`` is, with any contents; a plain one for a plain one."""
+    piece = torch.empty_like(local(pattern).tensor, dtype=dtype, requires_grad=False)
+    return like(pattern, piece) if is_sharded(pattern) else piece
+
+
+def _sharded_tensor_like(pattern: Any, piece: torch.Tensor) -> Any:
+    module: Any = sys.modules["torch.distributed._shard.sharded_tensor"]
+    metadata = copy.deepcopy(pattern.metadata())
+    metadata.tensor_properties.dtype = piece.dtype
+    shards = [module.Shard(piece, shard.metadata) for shard in pattern.local_shards()]
+    return module.ShardedTensor._init_from_local_shards_and_global_metadata(
+        shards, metadata, process_group=pattern._process_group
     )

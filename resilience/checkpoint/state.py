@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -18,6 +18,7 @@ from resilience.checkpoint import digest, sharding
 from resilience.checkpoint.optimizers import Names, Optimizer, few_names
 from resilience.checkpoint.plan import LEADER, OWN, SHARED
 from resilience.checkpoint.source import Ref, Source
+from resilience.checkpoint.together import Together
 from resilience.errors import CheckpointError
 
 
@@ -25,6 +26,7 @@ class Part(Protocol):
     """One part of a checkpoint."""
 
     name: str
+    together: bool  # whether its state takes all ranks to form
     any_world: bool  # whether its state means the same to any rank of a job with more or fewer of them
 
     def state(self) -> Any:
@@ -56,13 +58,13 @@ class Module:
     """A ``torch.nn.Module``, with or without DDP around it, or sharded by FSDP2."""
 
     any_world = True
+    together = False
 
     def __init__(self, name: str, module: torch.nn.Module, replicated: bool) -> None:
         self.name = name
         self.module, wrapped, same_buffers = unwrap(module)
         self.replicated = replicated or wrapped
         self._buffer_owner = LEADER if same_buffers or (replicated and not wrapped) else OWN
-        refuse_sharded(name, self.module)
         self.seen: dict[str, Any] = {}
         self._unfit: set[str] = set()  # keys of what was saved and does not fit, as the last check found
 
@@ -117,16 +119,6 @@ class Module:
             self.module.load_state_dict(rest, strict=False)
 
 
-def refuse_sharded(name: str, module: torch.nn.Module) -> None:
-    """Raise for modules whose state is spread over ranks in a way that is not known here."""
-    kind = type(module).__name__
-    if kind == "FullyShardedDataParallel":
-        raise CheckpointError(
-            f"{name} is wrapped in {kind}, whose sharded state is not supported yet. Nothing was set up. Use "
-            "torch.distributed.checkpoint for it meanwhile."
-        )
-
-
 def _has_load_hooks(module: torch.nn.Module) -> bool:
     """Whether somebody wants a word when a state is loaded: then torch's own way is gone."""
     standard = torch.nn.Module
@@ -146,11 +138,16 @@ def _is_fsdps(hook: Any) -> bool:
     return str(module).startswith("torch.distributed.fsdp._fully_shard")
 
 
-_SAME_ON_ALL = (torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)  # as training goes; not said of their tensors
+_SAME_ON_ALL = (
+    torch.optim.lr_scheduler.LRScheduler,
+    torch.amp.GradScaler,
+)  # as training goes; not said of their tensors
 
 
 class Stateful:
     """Anything with ``state_dict`` and ``load_state_dict``: loaders, schedulers, samplers, gradient scalers."""
+
+    together = False
 
     def __init__(self, name: str, thing: Any, replicated: bool = False) -> None:
         self.name = name
@@ -180,6 +177,7 @@ class Random:
 
     name = "rng"
     any_world = False
+    together = False
 
     def state(self) -> Any:
         """See :class:`Part`."""
@@ -211,7 +209,6 @@ class Random:
         for name, state in found.items():
             setters[name](state)
 
-
     def derive(self, tree: Any, source: Source, rank: int) -> None:
         """Begin as a rank that was not there: from what rank 0 had, and the rank. The same every time, and no other rank's."""
         found = source.fresh(tree)
@@ -239,19 +236,51 @@ def _set_cuda(state: Any) -> None:
         torch.cuda.set_rng_state(state)
 
 
-def parts_of(things: Mapping[str, Any], replicated: Iterable[str], rng: bool) -> list[Part]:
-    """Return the parts of a checkpoint of these things."""
-    declared = set(replicated)
-    modules = {
-        name: Module(name, thing, name in declared)
+def parts_of(things: Mapping[str, Any], replicated: Iterable[str], rng: bool) -> tuple[list[Part], Together]:
+    """Return the parts of a checkpoint of these things, and how ranks agree on what they do together."""
+    declared, ranks = set(replicated), Together(needed=False)
+    modules: dict[str, Any] = {
+        name: _module(name, thing, name in declared, ranks)
         for name, thing in things.items()
         if isinstance(thing, torch.nn.Module)
     }
+    ranks.needed = any(module.together for module in modules.values())
     found: list[Part] = list(modules.values())
     names = Names(list(modules.values()))
     for name, thing in things.items():
         if isinstance(thing, torch.optim.Optimizer):
-            found.append(Optimizer(name, thing, names))
+            found.append(_optimizer(name, thing, names, [one for one in modules.values() if one.together], ranks))
         elif name not in modules:
             found.append(Stateful(name, thing, name in declared))
-    return [*found, Random()] if rng else found
+    return [*found, Random()] if rng else found, ranks
+
+
+def _module(name: str, thing: torch.nn.Module, replicated: bool, ranks: Together) -> Part:
+    if _has_fsdp1(thing):
+        from resilience.checkpoint import fsdp1  # noqa: PLC0415 - takes half a second to import
+
+        return fsdp1.Module(name, thing, ranks)
+    return Module(name, thing, replicated)
+
+
+def _optimizer(
+    name: str, optimizer: torch.optim.Optimizer, names: Names, wrapped: Sequence[Any], ranks: Together
+) -> Part:
+    if not wrapped:
+        return Optimizer(name, optimizer, names)
+    from resilience.checkpoint import fsdp1  # noqa: PLC0415 - as above
+
+    theirs = {id(one) for group in optimizer.param_groups for one in group["params"]}
+    owners = [module for module in wrapped if theirs & {id(one) for one in module.module.parameters()}]
+    if len(owners) != 1 or not theirs <= {id(one) for one in owners[0].module.parameters()}:
+        raise CheckpointError(
+            f"{name}: its parameters are not those of one model in FullyShardedDataParallel. Nothing was set up. Give each such "
+            "model an optimizer of its own, or use FSDP2 (fully_shard)."
+        )
+    return fsdp1.Optimizer(name, optimizer, owners[0], ranks)
+
+
+def _has_fsdp1(module: torch.nn.Module) -> bool:
+    """Whether FSDP1 is in a module, without importing it where nobody has."""
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and any(isinstance(part, fsdp.FullyShardedDataParallel) for part in module.modules())

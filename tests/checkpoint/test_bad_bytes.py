@@ -43,6 +43,7 @@ from resilience.checkpoint.saver import restores
 from resilience.checkpoint.saver.process import Saver
 from resilience.checkpoint.state import parts_of
 from resilience.checkpoint.storage import Directory, DirectoryInUse
+from resilience.checkpoint.together import Together
 from resilience.errors import CheckpointError, NothingToRestore
 
 ROUNDS = int(os.environ.get("FUZZ_ROUNDS", "200"))
@@ -144,7 +145,7 @@ class Rank:
         self.shared, self.own = Thing(), Thing()
         self.model = nn.Linear(3, 2)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
-        self.parts = parts_of(self.things(), ["shared"], rng=False)
+        self.parts, _ = parts_of(self.things(), ["shared"], rng=False)
 
     def things(self) -> dict[str, Any]:
         return {"shared": self.shared, "own": self.own, "model": self.model, "optimizer": self.optimizer}
@@ -784,7 +785,7 @@ def read(folder: Path, found: Manifest, rank: Rank) -> None:
     """Do what a rank does that restores a checkpoint from disk."""
     with watched():
         opened = open_disk(folder, found, rank.rank)
-        load_parts(rank.parts, opened, Place.here(), Wish())
+        load_parts(rank.parts, opened, Place.here(), Wish(), Together(needed=False))
         wrong = opened.check.wrong()
     if wrong:
         raise CheckpointError(wrong)

@@ -31,7 +31,7 @@ CYCLE = int(os.environ.get("RESILIENCE_CYCLE", os.environ.get("TORCHELASTIC_REST
 LAYOUT = os.environ.get("LAYOUT", "fsdp2")
 
 
-class Net(nn.Module):
+class Net(nn.Module):  # type: ignore[misc]
     def __init__(self) -> None:
         super().__init__()
         self.enter = nn.Linear(16, 33)
@@ -41,7 +41,7 @@ class Net(nn.Module):
         self.tied = nn.Linear(16, 33, bias=False)
         self.tied.weight = self.enter.weight
         self.scale = nn.Parameter(torch.ones(1))
-        self.frozen = nn.Parameter(torch.randn(5, 3), requires_grad=False)
+        self.frozen = nn.Parameter(torch.randn(5, 3), requires_grad=LAYOUT == "fsdp1-flat")  # which can't have both
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         hidden = nn.functional.dropout(self.norm(self.enter(inputs)).relu(), 0.2, self.training)
@@ -58,7 +58,7 @@ def spread(model: nn.Module) -> nn.Module:
 
         shape, names = ((world,), ("shard",)) if LAYOUT == "fsdp2" else ((2, world // 2), ("copy", "shard"))
         mesh = dist.init_device_mesh("cpu", shape, mesh_dim_names=names)
-        fully_shard(model.middle, mesh=mesh)  # type: ignore[arg-type]
+        fully_shard(model.middle, mesh=mesh)
         return fully_shard(model, mesh=mesh)
     if LAYOUT.startswith("fsdp1"):
         from torch.distributed.fsdp import FullyShardedDataParallel
@@ -108,7 +108,9 @@ def main() -> None:
     every = int(os.environ.get("DISK_EVERY", "1000000"))
     mode = os.environ.get("MODE", "blocking")
     things = {"model": model, "optimizer": optimizer, "schedule": schedule}
-    with resilience.FlashCheckpoint(sys.argv[1], disk_every=every, mode=mode, verify=mode == "overlap", **things) as checkpoint:
+    with resilience.FlashCheckpoint(
+        sys.argv[1], disk_every=every, mode=mode, verify=mode == "overlap", **things
+    ) as checkpoint:
         start = checkpoint.restore(allow_fresh_start=True)
         with (PROGRESS / f"starts_{rank}").open("a") as file:
             file.write(f"{start}\n")

@@ -1,0 +1,96 @@
+"""States that are spread over ranks: killed, restored, and restored by other numbers of ranks in other layouts; real processes."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.jobs import WORKLOADS, job
+
+pytestmark = pytest.mark.spawns
+SCRIPT = str(WORKLOADS / "sharded_flash.py")
+STEPS = 10
+
+
+def run(folder: Path, layout: str, ranks: int, *words: str, steps: int = STEPS, **more: str) -> dict[str, list[str]]:
+    """Run the training; return what all ranks wrote, by kind."""
+    options = [f"--nproc-per-node={ranks}", "--max-restarts=1"]
+    with job(folder, options, [SCRIPT, str(folder / "ck"), str(steps), *words], {"LAYOUT": layout, **more}) as it:
+        assert it.wait() == 0, it.log()
+        kinds = ("starts", "restored", "final", "rank")
+        found = {kind: [(it.progress / f"{kind}_{rank}").read_text() for rank in range(ranks)] for kind in kinds}
+        it.assert_nothing_left()
+    for kind in ("restored", "final"):
+        assert len(set(found[kind])) == 1, "all ranks see the same whole state"
+    return found
+
+
+KILLED = [
+    ("fsdp2", 2, "blocking"),
+    pytest.param("fsdp2", 2, "overlap", marks=pytest.mark.long, id="fsdp2-overlap"),
+    pytest.param("fsdp2", 3, "blocking", marks=pytest.mark.long, id="fsdp2-3"),
+    pytest.param("hsdp", 4, "blocking", marks=pytest.mark.long, id="hsdp"),
+    pytest.param("hsdp", 4, "overlap", marks=pytest.mark.long, id="hsdp-overlap"),
+    pytest.param("fsdp1", 2, "blocking", marks=pytest.mark.long, id="fsdp1"),
+    pytest.param("fsdp1", 2, "overlap", marks=pytest.mark.long, id="fsdp1-overlap"),
+    pytest.param("fsdp1-flat", 2, "blocking", marks=pytest.mark.long, id="fsdp1-flat"),
+    pytest.param("fsdp1-mesh", 2, "blocking", marks=pytest.mark.long, id="fsdp1-mesh"),
+]
+
+
+@pytest.mark.parametrize(("layout", "ranks", "mode"), KILLED)
+def test_training_with_a_rank_killed_ends_bit_for_bit_like_one_without(
+    tmp_path: Path, layout: str, ranks: int, mode: str
+) -> None:
+    undisturbed = run(tmp_path / "undisturbed", layout, ranks, MODE=mode)
+    killed = run(tmp_path / "killed", layout, ranks, "kill", "1", "6", MODE=mode)
+    assert killed["starts"] == ["0\n7\n"] * ranks
+    assert killed["final"] == undisturbed["final"]
+    assert killed["rank"] == undisturbed["rank"], "buffers, schedule and random numbers of each rank"
+
+
+ONWARD = [
+    ("fsdp2", 2, "fsdp2", 3),
+    *(
+        pytest.param(*case, marks=pytest.mark.long)
+        for case in (
+            ("ddp", 2, "fsdp2", 1),
+            ("fsdp2", 2, "plain", 1),
+            ("fsdp2", 3, "ddp", 2),
+            ("fsdp2", 1, "fsdp2", 2),
+            ("hsdp", 4, "fsdp2", 3),
+            ("ddp", 3, "hsdp", 4),
+            ("plain", 1, "fsdp1", 2),
+            ("fsdp1", 3, "fsdp2", 2),
+            ("fsdp1-mesh", 2, "ddp", 3),
+            ("fsdp2", 2, "fsdp2", 8),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("layout", "ranks", "then", "of"), ONWARD)
+def test_what_some_ranks_saved_other_ranks_in_another_layout_restore(
+    tmp_path: Path, layout: str, ranks: int, then: str, of: int
+) -> None:
+    saved = run(tmp_path / "saved", layout, ranks)
+    (tmp_path / "onward").mkdir()
+    shutil.copytree(tmp_path / "saved/ck", tmp_path / "onward/ck")
+    onward = run(tmp_path / "onward", then, of, steps=STEPS + 2)
+    assert onward["starts"] == [f"{STEPS}\n"] * of
+    assert onward["restored"] == saved["final"][:1] * of
+    assert onward["final"] != onward["restored"], "it trained on"
+
+
+@pytest.mark.long
+def test_training_that_changes_its_number_of_ranks_ends_like_one_that_does_not_where_the_arithmetic_allows_it(
+    tmp_path: Path,
+) -> None:
+    """One rank, then again one rank of FSDP2: nothing is added up in another order."""
+    straight = run(tmp_path / "straight", "plain", 1, steps=2 * STEPS)
+    run(tmp_path / "there", "plain", 1)
+    (tmp_path / "back").mkdir()
+    shutil.copytree(tmp_path / "there/ck", tmp_path / "back/ck")
+    assert run(tmp_path / "back", "fsdp2", 1, steps=2 * STEPS)["final"] == straight["final"]
