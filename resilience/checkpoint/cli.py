@@ -1,6 +1,6 @@
-"""``resilience checkpoint list|show|verify|export|prune DIRECTORY``: look after checkpoints without a training job.
+"""``resilience checkpoint list|show|verify|export|import|prune DIRECTORY``: look after checkpoints without a training job.
 
-Only ``show`` and ``export`` need torch.
+Only ``show``, ``export`` and ``import`` need torch.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def main(argv: list[str]) -> int:
 
 def _run(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="resilience checkpoint", description="Look after checkpoints.")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="list|show|verify|export|prune")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="list|show|verify|export|import|prune")
 
     def command(name: str, text: str, act: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:
         made = commands.add_parser(name, help=text, description=text)
@@ -67,11 +67,22 @@ def _run(argv: list[str]) -> int:
                 default=[],
                 help="import this module first: one that registers codecs, or has enums that were saved (may be repeated)",
             )
+    made = command("import", "take over a checkpoint of DCP, torch.save or safetensors", take_over)
+    made.add_argument("source", type=Path, help="a directory of torch.distributed.checkpoint, or a file")
+    made.add_argument("--step", type=int, required=True, help="the last step that is in it")
+    made.add_argument(
+        "--name",
+        dest="names",
+        metavar="THEIRS=OURS",
+        action="append",
+        default=[],
+        help="what a part of it is called in FlashCheckpoint(…, model=…), where that differs; nothing: it is left out",
+    )
     made = command("prune", "remove all but the newest checkpoints", prune)
     made.add_argument("--keep", type=int, required=True, help="how many stay")
     made.add_argument("--keep-every", type=int, default=0, help="steps that stay for good: every so many")
     args = parser.parse_args(argv)
-    if not args.directory.is_dir():
+    if not args.directory.is_dir() and args.act is not take_over:
         raise CheckpointError(f"{args.directory} is no directory.")
     code: int = args.act(args)
     return code
@@ -215,6 +226,18 @@ def export(args: argparse.Namespace) -> int:
     forms.import_all(args.modules)
     forms.write(item, args.rank, form, args.target)
     _say(f"step {item.manifest.step} of rank {args.rank} was written to {args.target} ({form}).")
+    return 0
+
+
+def take_over(args: argparse.Namespace) -> int:
+    """Take over a checkpoint of others."""
+    from resilience.checkpoint import foreign  # noqa: PLC0415 - needs torch
+
+    names = dict(pair.partition("=")[::2] for pair in args.names)
+    if args.step < 0 or not all("=" in pair for pair in args.names):
+        raise CheckpointError("give --step=N with N of 0 or more, and --name THEIRS=OURS. Nothing was written.")
+    foreign.take_over(args.source, args.directory, args.step, names)
+    _say(f"{args.source} is step {args.step} of {args.directory} now: restore() goes on from step {args.step + 1}.")
     return 0
 
 

@@ -185,7 +185,9 @@ def check_parts(parts: Sequence[Part], opened: Opened, wish: Wish) -> None:
     if not isinstance(opened.values, dict):
         raise MisfitError("what was saved is no state of this kind")
     names = {part.name for part in parts}
-    said = [f"{name} was not saved" for name in sorted(names - opened.values.keys())]
+    if Random.name in names - opened.values.keys():  # of a checkpoint of others, or saved with rng=False
+        _LOG.warning("%s was not saved: random numbers go on from wherever this rank is.", Random.name)
+    said = [f"{name} was not saved" for name in sorted(names - opened.values.keys() - {Random.name})]
     said += (
         []
         if wish.alone

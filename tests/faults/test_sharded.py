@@ -6,7 +6,12 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 
+from resilience.checkpoint import cli
+from resilience.checkpoint.reading import open_disk
+from resilience.checkpoint.storage import read_manifest
 from tests.jobs import WORKLOADS, job
 
 pytestmark = pytest.mark.spawns
@@ -94,3 +99,24 @@ def test_training_that_changes_its_number_of_ranks_ends_like_one_that_does_not_w
     (tmp_path / "back").mkdir()
     shutil.copytree(tmp_path / "there/ck", tmp_path / "back/ck")
     assert run(tmp_path / "back", "fsdp2", 1, steps=2 * STEPS)["final"] == straight["final"]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")  # one process is what is meant
+def test_torchs_own_tools_read_what_fsdp2_saved_and_what_they_saved_is_restored(tmp_path: Path) -> None:
+    saved = run(tmp_path / "saved", "fsdp2", 2, DCP=str(tmp_path / "dcp"))
+    (folder,) = (tmp_path / "saved/ck").glob("step-*")
+    opened = open_disk(folder, read_manifest(folder), 0)
+    wanted = {
+        name: tensor for name, tensor in opened.source.tensors().items() if name.startswith(("model.", "optimizer."))
+    }
+    found = {name: torch.zeros_like(tensor) for name, tensor in wanted.items()}
+    dcp.load(found, storage_reader=dcp.HuggingFaceStorageReader(str(folder)), no_dist=True)
+    assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+    assert len(wanted) > 20
+
+    words = ["import", str(tmp_path / "back/ck"), str(tmp_path / "dcp"), f"--step={STEPS - 1}"]
+    (tmp_path / "back").mkdir()
+    assert cli.main([*words, "--name=optim=optimizer", "--name=epoch="]) == 0
+    back = run(tmp_path / "back", "fsdp2", 3, steps=STEPS, IMPORTED="1")
+    assert back["starts"] == [f"{STEPS}\n"] * 3
+    assert back["restored"] == saved["final"][:1] * 3

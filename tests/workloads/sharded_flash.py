@@ -5,7 +5,8 @@
 $LAYOUT: ``plain`` (one rank), ``ddp``, ``fsdp2``, ``hsdp``, ``fsdp1``, ``fsdp1-flat``, ``fsdp1-mesh``. FAULT ``kill`` or ``raise``,
 in cycle 0. The model has shapes that no number of ranks divides, tied weights, a frozen parameter and a parameter without rows for
 some ranks. What the whole state is, whoever holds which part of it, goes to $PROGRESS: ``restored_<rank>`` after restoring,
-``final_<rank>`` at the end; ``rank_<rank>`` has what is this rank's own.
+``final_<rank>`` at the end; ``rank_<rank>`` has what is this rank's own. $DCP: where DCP
+saves it too.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 
@@ -107,7 +109,7 @@ def main() -> None:
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.8)
     every = int(os.environ.get("DISK_EVERY", "1000000"))
     mode = os.environ.get("MODE", "blocking")
-    things = {"model": model, "optimizer": optimizer, "schedule": schedule}
+    things = {"model": model, "optimizer": optimizer} | ({} if "IMPORTED" in os.environ else {"schedule": schedule})
     with resilience.FlashCheckpoint(
         sys.argv[1], disk_every=every, mode=mode, verify=mode == "overlap", **things
     ) as checkpoint:
@@ -127,6 +129,9 @@ def main() -> None:
             resilience.heartbeat(step)
             strike(checkpoint, rank, step)
     (PROGRESS / f"final_{rank}").write_text(whole_state(model, optimizer))
+    if "DCP" in os.environ:
+        state = {"model": get_model_state_dict(model), "optim": get_optimizer_state_dict(model, optimizer), "epoch": 3}
+        dcp.save(state, checkpoint_id=os.environ["DCP"])
     buffers = [buffer.tolist() for name, buffer in sorted(model.named_buffers())]
     (PROGRESS / f"rank_{rank}").write_text(repr((buffers, schedule.state_dict(), float(torch.rand(1)))))
     dist.destroy_process_group()
