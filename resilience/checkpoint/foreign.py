@@ -62,7 +62,7 @@ def take_over(path: Path, directory: Path, step: int, names: Mapping[str, str]) 
     for name in state:
         if not name.isidentifier():
             raise CheckpointError(f"{path}: {name!r} is no name of a part. Give it one: --name '{name}=model'.")
-    held = {name: _Held(as_we_have_it(part, state)) for name, part in state.items()}
+    held: dict[str, Any] = {name: _Held(as_we_have_it(part, state)) for name, part in state.items()}
     if Directory(directory).stored():
         raise CheckpointError(f"{directory} has checkpoints already. Nothing was written. Give another directory.")
     with FlashCheckpoint(directory, rng=False, disk_every=None, **held) as checkpoint:
