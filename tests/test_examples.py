@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -63,6 +64,36 @@ def test_the_checkpoint_example_learns_the_same_under_every_launcher_and_with_a_
         os.kill(ranks[0], signal.SIGKILL)
         assert it.wait() == 0, it.log()
         assert losses[0] in it.log()
+
+
+def test_the_example_of_fsdp2_ends_the_same_under_every_launcher_and_with_a_kill(tmp_path: Path) -> None:
+    script = str(ROOT / "examples" / "fsdp2.py")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", script, str(tmp_path / "a")]
+    undisturbed = loss_of(torchrun)
+    assert undisturbed.endswith("on 2 ranks")
+    with job(tmp_path / "b", ["--max-restarts=3", "--nproc-per-node=2"], [script, str(tmp_path / "b" / "ck")]) as it:
+        ranks = wait_for(
+            lambda: [pid for pid in children(it.pid) if "fsdp2.py" in command_line(pid)], "the ranks to start"
+        )
+        wait_for((tmp_path / "b" / "ck").exists, "the first of them to be ready to save")
+        os.kill(ranks[0], signal.SIGKILL)
+        assert it.wait() == 0, it.log()
+        assert undisturbed in it.log()
+
+
+def test_the_elastic_example_sees_every_sample_of_an_epoch_once_whoever_is_there(tmp_path: Path) -> None:
+    script, seen, at = str(ROOT / "examples" / "elastic.py"), list[int](), 0
+    for ranks, until in ((2, 16), (3, 34), (1, 48)):
+        with job(
+            tmp_path / str(ranks), [f"--nproc-per-node={ranks}"], [script, str(tmp_path / "ck"), str(until)]
+        ) as it:
+            assert it.wait() == 0, it.log()
+            told = re.findall(r"rank \d of (\d): samples (\d+) to (\d+), mine (\[.*?\])", it.log())
+            assert len(told) == ranks, it.log()
+            assert {(int(of), int(before)) for of, before, _, _ in told} == {(ranks, at)}
+            at = int(told[0][2])
+            seen += [number for _, _, _, mine in told for number in json.loads(mine)]
+    assert sorted(seen) == list(range(48))
 
 
 _DIES = """
