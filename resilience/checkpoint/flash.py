@@ -21,16 +21,17 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from resilience.checkpoint import encoding, garbage, options, progress, storage, turns
+from resilience.checkpoint import contents, options, progress, storage, turns
 from resilience.checkpoint.attendant import Attendant
 from resilience.checkpoint.coming import come
 from resilience.checkpoint.link import Link, Place
 from resilience.checkpoint.optimizers import Optimizer
 from resilience.checkpoint.overlap import Copier, Later
-from resilience.checkpoint.plan import Collected, Collector
+from resilience.checkpoint.plan import Collected
 from resilience.checkpoint.reading import Opened
 from resilience.checkpoint.receipt import Level, Receipt
-from resilience.checkpoint.restore import MisfitError, agree, load_parts
+from resilience.checkpoint.restore import MisfitError, agree, begin_afresh, load_parts
+from resilience.checkpoint.saver.restoring import Back
 from resilience.checkpoint.schedule import Every, Interval
 from resilience.checkpoint.slots import COMPLETE
 from resilience.checkpoint.stager import Stager
@@ -39,7 +40,6 @@ from resilience.checkpoint.turns import Turns
 from resilience.errors import (
     CheckpointError,
     ConfigError,
-    NothingToRestore,
     SaveError,
     UnsupportedPlatform,
 )
@@ -104,7 +104,7 @@ class FlashCheckpoint:
             raise ConfigError('memory_every=None: give a number of steps, a timedelta or "auto".')
         self._disk_every = Every.of("disk_every", disk_every)
         self._restore_timeout = options.seconds("restore_timeout", restore_timeout)
-        self._parts: list[Part] = parts_of(things, replicated, rng) if things else []
+        self.parts: list[Part] = parts_of(things, replicated, rng) if things else []
         self._newest: Receipt | None = None  # of the last save, and of the last one that was not skipped
         self._kept: Receipt | None = None
         self._owed = False  # a save that was due on disk was skipped
@@ -116,7 +116,7 @@ class FlashCheckpoint:
         told = options.for_saver(keep, keep_every, *every, failures=fails_every, run=self._place.run)
         self._link = Link(str(self.directory), self._place, told)
         self._stager, self._turns = self._come(slots)
-        optimizers = [part.optimizer for part in self._parts if isinstance(part, Optimizer)]
+        optimizers = [part.optimizer for part in self.parts if isinstance(part, Optimizer)]
         self._copier = Copier(mode, verify, optimizers, self._tried)
         self._leave = turns.leave_at_exit(self)
         raises = on_save_error == "raise"
@@ -130,8 +130,8 @@ class FlashCheckpoint:
                 self._place,
                 directory=self.directory,
                 number=number,
-                parts=self._parts,
-                collect=self._collect,
+                parts=self.parts,
+                collect=lambda: contents.of_parts(self.parts),
                 timeout=self._restore_timeout,
             )
             stored = storage.Directory(self.directory).stored()
@@ -151,24 +151,18 @@ class FlashCheckpoint:
         a saver that is alive has answered, and nothing after a save that waited in vain. Raises for a state that can't be kept,
         and for earlier failures in the background as ``on_save_error`` asks. All ranks call it at the same steps, which grow.
         """
-        if not self._parts:
+        if not self.parts:
             raise CheckpointError(
                 "nothing to save was given: FlashCheckpoint(directory, model=…), or use save_state(step, state)."
             )
-        return self._save(step, disk, wait, lambda: (*self._collect(), self._copier.later()))
+        return self._save(step, disk, wait, lambda: (*contents.of_parts(self.parts), self._copier.later()))
 
     def save_state(
         self, step: int, state: Any, *, disk: bool | None = None, wait: float | timedelta | None = None
     ) -> Receipt:
         """Take a snapshot of any nested state of tensors and plain values, as one would give it to ``torch.save``."""
 
-        @garbage.left_alone()
-        def collect() -> Taken:
-            collector = Collector()
-            values = encoding.encode(state, "state", collector.keep)
-            return collector.found, encoding.as_map([(encoding.pack("state"), values)]), None
-
-        return self._save(step, disk, wait, collect)
+        return self._save(step, disk, wait, lambda: (*contents.of_state(state), None))
 
     def _save(
         self, step: int, disk: bool | None, wait: float | timedelta | None, collect: Callable[[], Taken]
@@ -221,16 +215,6 @@ class FlashCheckpoint:
         self._link.nudge()
         time.sleep(0.002)
 
-    @garbage.left_alone()
-    def _collect(self) -> tuple[Collected, bytes]:
-        """Return the tensors of the state now, and everything else as bytes."""
-        collector = Collector()
-        values = []
-        for part in self._parts:
-            collector.owner = part.owner
-            values.append((encoding.pack(part.name), encoding.encode(part.state(), part.name, collector.keep)))
-        return collector.found, encoding.as_map(values)
-
     # -- restoring --------------------------------------------------------------------------------------------------
 
     def restore(
@@ -248,15 +232,32 @@ class FlashCheckpoint:
         side only is left as it is, and said. All ranks call it.
         """
 
-        parts = [part for part in self._parts if isinstance(part, Module) or not weights_only]
+        parts = [part for part in self.parts if isinstance(part, Module) or not weights_only]
 
         def load(opened: Opened) -> None:
             load_parts(parts, opened, strict, alone=weights_only)
 
         found = self._agree(step, load, allow_fresh_start)
         if found is None:
-            self._nothing(step, allow_fresh_start)
+            begin_afresh(step, allow_fresh_start, self._place, self.directory)
             return 0
+        return found + 1
+
+    def rollback(self, steps: int = 0, *, before: int | None = None) -> int:
+        """Go back in the middle of training: all ranks together, to the newest snapshot that is at least ``steps`` steps older than
+        the newest one (and of a step below ``before``); return the step to go on from.
+
+        From memory if it is there, else from disk; digests are checked. What was saved after it is void, on disk too. Gradients
+        are dropped. Make iterators over a loader anew. Where nothing is so old, :class:`NothingToRestore` names what there is.
+        """
+        back = Back(
+            turns.whole_step("rollback", steps), before if before is None else turns.whole_step("before", before)
+        )
+        found = self._agree(None, lambda opened: load_parts(self.parts, opened, strict=True), back=back)
+        assert found is not None
+        for part in self.parts:
+            if isinstance(part, Optimizer):
+                part.optimizer.zero_grad()
         return found + 1
 
     def load_state(self, step: int | None = None) -> Any:
@@ -269,10 +270,12 @@ class FlashCheckpoint:
             states[:] = [opened.source.fresh(opened.values["state"])]
 
         if self._agree(step, load) is None:
-            self._nothing(step, allowed=False)
+            begin_afresh(step, False, self._place, self.directory)
         return states[0]
 
-    def _agree(self, step: int | None, load: Callable[[Opened], None], fresh: bool = False) -> int | None:
+    def _agree(
+        self, step: int | None, load: Callable[[Opened], None], fresh: bool = False, back: Back | None = None
+    ) -> int | None:
         self._refuse_if_closed()
         with self._turns:
             self._copier.join()
@@ -281,6 +284,7 @@ class FlashCheckpoint:
                 self._place,
                 self.directory,
                 step=None if step is None else turns.whole_step("restore", step),
+                back=back,
                 fresh=fresh,
                 load=load,
                 begin=self._begin,
@@ -292,15 +296,6 @@ class FlashCheckpoint:
         self._turns.begin()
         self._link.generation = generation
         self._stager.begin(generation)
-
-    def _nothing(self, step: int | None, allowed: bool) -> None:
-        which = "no checkpoint" if step is None else f"no checkpoint of step {step}"
-        if not allowed or step is not None:
-            advice = " For a run that begins here: restore(allow_fresh_start=True)." if step is None else ""
-            raise NothingToRestore(
-                f"there is {which} in memory or in {self.directory} (rank {self._place.rank}). Nothing was changed.{advice}"
-            )
-        _LOG.info("no checkpoint in %s: a fresh start.", self.directory)
 
     # -- waiting and leaving ----------------------------------------------------------------------------------------
 
