@@ -146,6 +146,19 @@ def test_rollback_when_nothing_is_there_says_so(home: Path) -> None:
                 checkpoint.rollback(steps=bad)  # type: ignore[arg-type]
 
 
+def test_step_that_was_being_written_when_the_job_went_back_behind_it_is_written_anew(home: Path) -> None:
+    counter = Counter()
+    with open_checkpoint(home, counter) as checkpoint:
+        checkpoint.restore(allow_fresh_start=True)
+        for _ in range(3):
+            counter.step(checkpoint, 0)
+            counter.step(checkpoint, 1, disk=True)
+            assert checkpoint.rollback(steps=1) == 1
+            counter.step(checkpoint, 1, disk=True)
+            assert checkpoint.wait(timeout=30).level is Level.DURABLE
+            assert checkpoint.rollback(before=1) == 1
+
+
 def test_snapshot_that_is_being_written_when_the_job_goes_back_behind_it_is_set_aside_too() -> None:
     table = Table()
     for node in table.nodes:
