@@ -71,7 +71,7 @@ class Guard:
     ``"skip"``; ``"keep"``: it is tried once more, then left out; ``"reorder"``: what is left of the epoch comes in another order
     (``set_epoch``). More than ``max_rollbacks`` in a row, without ``patience`` good steps in between, raise :class:`GuardError`.
     ``lagged``: figures are judged one step later, which spares the device a wait. ``group``: all ranks, for CPU tensors; made here
-    if the default one takes none.
+    if the default one takes none. ``group=False``: nobody is asked, since all ranks give the same figures, to the last bit.
     """
 
     def __init__(
@@ -301,6 +301,8 @@ def _reader(figures: tuple[Any, Any], lagged: bool) -> Callable[[], dict[str, fl
 def _group_of(group: Any, world: int) -> Any:
     """Return the processes that decide together, ``None`` for a single one. Their word travels in CPU memory: on a device it would
     wait for the training."""
+    if group is False:
+        return None
     if not (dist.is_available() and dist.is_initialized()):
         if world > 1:
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""One rank's bad batch takes all ranks back; the training ends as if the batch had never been there, whoever is killed meanwhile."""
+"""One rank's bad batch takes all ranks back; training ends as if it had never been there, whoever is killed meanwhile."""
 
 from __future__ import annotations
 

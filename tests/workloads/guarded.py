@@ -2,8 +2,8 @@
 
     guarded.py DIRECTORY STEPS BAD
 
-BAD: ``nan RANK BATCH``, ``spike RANK BATCH``, ``none`` or ``without BATCH`` (it never was there, and nobody guards). At the end each
-rank writes the digest of everything it has to $PROGRESS/final_<rank>; $PROGRESS/went_<rank> says where each rollback went.
+BAD: ``nan RANK BATCH``, ``spike RANK BATCH``, ``none`` or ``without BATCH`` (it never was there, and nobody guards). At the end
+each rank writes the digest of everything it has to $PROGRESS/final_<rank>; $PROGRESS/went_<rank> has ``from-to`` of each rollback.
 KILL=during: in cycle 0 rank 1 is killed while it restores in a rollback; KILL=after: right after it.
 """
 
