@@ -1,9 +1,9 @@
 """What ``guard.bad(loss, grad_norm)`` costs a training step, in µs, beside a step without it.
 
-One process, and two gloo ranks on this machine: with a group every call is one ``all_reduce`` of 8 bytes, whose time is mostly that
-until the other rank is scheduled. *lagged* judges the step before; on a CPU that saves nothing, on a device it saves the wait for
-the loss (not run on a GPU). *step*: forward, backward and update of a small model under DDP. *rollback*: ``checkpoint.rollback()`` of that model to the newest snapshot, digests checked, all ranks together.
-Median over 2,000 calls (20 rollbacks), rank 0.
+One process, and two gloo ranks on this machine: with a group every call is one ``all_reduce`` of 8 bytes, whose time is mostly
+that until the other rank is scheduled. *lagged* judges the step before; on a CPU that saves nothing, on a device it saves the wait
+for the loss (not run on a GPU). *step*: forward, backward and update of a small model under DDP. *rollback*: back to the newest
+snapshot of that model, digests checked, all ranks together. Median over 2,000 calls (20 rollbacks), rank 0.
 """
 
 from __future__ import annotations

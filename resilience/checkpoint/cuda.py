@@ -89,14 +89,12 @@ def _begin(
     return event
 
 
-def read_later(figures: Sequence[torch.Tensor]) -> Callable[[], list[float]]:
-    """Have a few numbers copied to the host behind what is queued by now; return what waits for them, and for nothing later."""
-    device = next(figure.device for figure in figures if figure.is_cuda)
+def read_later(figures: Sequence[torch.Tensor], device: torch.device) -> Callable[[], list[float]]:
+    """Have a few numbers copied from a device to the host behind what is queued by now; return what waits for them, and for
+    nothing later."""
     target = torch.empty(len(figures), dtype=torch.float64, pin_memory=True)
-    together = torch.stack(
-        [figure.detach().to(device, torch.float64, non_blocking=True).reshape(()) for figure in figures]
-    )
-    target.copy_(together, non_blocking=True)
+    numbers = [figure.detach().to(device, torch.float64, non_blocking=True).reshape(()) for figure in figures]
+    target.copy_(torch.stack(numbers), non_blocking=True)
     moment = torch.cuda.Event()
     moment.record(torch.cuda.current_stream(device))
 

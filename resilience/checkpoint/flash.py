@@ -104,7 +104,7 @@ class FlashCheckpoint:
             raise ConfigError('memory_every=None: give a number of steps, a timedelta or "auto".')
         self._disk_every = Every.of("disk_every", disk_every)
         self._restore_timeout = options.seconds("restore_timeout", restore_timeout)
-        self.parts: list[Part] = parts_of(things, replicated, rng) if things else []
+        self._parts: list[Part] = parts_of(things, replicated, rng) if things else []
         self._newest: Receipt | None = None  # of the last save, and of the last one that was not skipped
         self._kept: Receipt | None = None
         self._owed = False  # a save that was due on disk was skipped
@@ -116,7 +116,7 @@ class FlashCheckpoint:
         told = options.for_saver(keep, keep_every, *every, failures=fails_every, run=self._place.run)
         self._link = Link(str(self.directory), self._place, told)
         self._stager, self._turns = self._come(slots)
-        optimizers = [part.optimizer for part in self.parts if isinstance(part, Optimizer)]
+        optimizers = [part.optimizer for part in self._parts if isinstance(part, Optimizer)]
         self._copier = Copier(mode, verify, optimizers, self._tried)
         self._leave = turns.leave_at_exit(self)
         raises = on_save_error == "raise"
@@ -130,8 +130,8 @@ class FlashCheckpoint:
                 self._place,
                 directory=self.directory,
                 number=number,
-                parts=self.parts,
-                collect=lambda: contents.of_parts(self.parts),
+                parts=self._parts,
+                collect=lambda: contents.of_parts(self._parts),
                 timeout=self._restore_timeout,
             )
             stored = storage.Directory(self.directory).stored()
@@ -151,11 +151,11 @@ class FlashCheckpoint:
         a saver that is alive has answered, and nothing after a save that waited in vain. Raises for a state that can't be kept,
         and for earlier failures in the background as ``on_save_error`` asks. All ranks call it at the same steps, which grow.
         """
-        if not self.parts:
+        if not self._parts:
             raise CheckpointError(
                 "nothing to save was given: FlashCheckpoint(directory, model=…), or use save_state(step, state)."
             )
-        return self._save(step, disk, wait, lambda: (*contents.of_parts(self.parts), self._copier.later()))
+        return self._save(step, disk, wait, lambda: (*contents.of_parts(self._parts), self._copier.later()))
 
     def save_state(
         self, step: int, state: Any, *, disk: bool | None = None, wait: float | timedelta | None = None
@@ -232,7 +232,7 @@ class FlashCheckpoint:
         side only is left as it is, and said. All ranks call it.
         """
 
-        parts = [part for part in self.parts if isinstance(part, Module) or not weights_only]
+        parts = [part for part in self._parts if isinstance(part, Module) or not weights_only]
 
         def load(opened: Opened) -> None:
             load_parts(parts, opened, strict, alone=weights_only)
@@ -253,9 +253,9 @@ class FlashCheckpoint:
         back = Back(
             turns.whole_step("rollback", steps), before if before is None else turns.whole_step("before", before)
         )
-        found = self._agree(None, lambda opened: load_parts(self.parts, opened, strict=True), back=back)
+        found = self._agree(None, lambda opened: load_parts(self._parts, opened, strict=True), back=back)
         assert found is not None
-        for part in self.parts:
+        for part in self._parts:
             if isinstance(part, Optimizer):
                 part.optimizer.zero_grad()
         return found + 1
@@ -389,3 +389,8 @@ class FlashCheckpoint:
     def is_closed(self) -> bool:
         """Whether it was left: nothing can be saved or restored any more."""
         return self._closed
+
+    @property
+    def parts(self) -> list[Part]:
+        """What it is made of. Whoever wants to be a part of it adds itself before ``restore()``."""
+        return self._parts

@@ -289,9 +289,9 @@ def _reader(figures: tuple[Any, Any], lagged: bool) -> Callable[[], dict[str, fl
     given: dict[str, Any] = {name: value for name, value in zip(_FIGURES, figures, strict=True) if value is not None}
     if not given:
         raise ConfigError("guard.bad() was given nothing to judge: guard.bad(loss), guard.bad(loss, grad_norm).")
-    on_device = lagged and any(isinstance(value, torch.Tensor) and value.is_cuda for value in given.values())
-    if on_device:
-        later = cuda.read_later([torch.as_tensor(value) for value in given.values()])
+    devices = [value.device for value in given.values() if isinstance(value, torch.Tensor) and value.is_cuda]
+    if lagged and devices:
+        later = cuda.read_later([torch.as_tensor(value) for value in given.values()], devices[0])
         return lambda: dict(zip(given, later(), strict=True))
     plain = (value.detach() if isinstance(value, torch.Tensor) else value for value in given.values())
     known = dict(zip(given, map(float, plain), strict=True))
