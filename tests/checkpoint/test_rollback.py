@@ -146,17 +146,23 @@ def test_rollback_when_nothing_is_there_says_so(home: Path) -> None:
                 checkpoint.rollback(steps=bad)  # type: ignore[arg-type]
 
 
-def test_step_that_was_being_written_when_the_job_went_back_behind_it_is_written_anew(home: Path) -> None:
-    counter = Counter()
-    with open_checkpoint(home, counter) as checkpoint:
-        checkpoint.restore(allow_fresh_start=True)
-        for _ in range(3):
-            counter.step(checkpoint, 0)
-            counter.step(checkpoint, 1, disk=True)
-            assert checkpoint.rollback(steps=1) == 1
-            counter.step(checkpoint, 1, disk=True)
-            assert checkpoint.wait(timeout=30).level is Level.DURABLE
-            assert checkpoint.rollback(before=1) == 1
+def test_step_that_was_being_written_when_the_job_went_back_behind_it_is_written_anew() -> None:
+    table = Table(nodes=1)
+    table.sealed(0, step=8)
+    table.sealed(0, step=9, want=True)
+    (first,) = [message["folder"] for message in table.take(0, "decided") if message["folder"]]
+    ask(table, {0: [(5, 9), (5, 8)]}, back=[1, None])
+    table.say(0, op="loaded", wrong="")
+    (begun,) = table.take(0, "go")
+    assert begun["key"] == (5, 8)
+    table.say(0, op="sealed", key=(begun["generation"], 9), edition=3, want=True, anew=False)
+    (second,) = [message["folder"] for message in table.take(0, "decided") if message["folder"]]
+    assert second != first, "two snapshots in one folder: one of them would never be written"
+    for folder, key in ((first, (5, 9)), (second, (begun["generation"], 9))):
+        table.written(0, folder=folder)
+        table.say(0, op="committed", folder=folder, why="")
+        assert table.take(0, "durable")[0]["key"] == key
+    assert [message["keys"] for message in table.take(0, "aside")] == [[], [(5, 9)]]
 
 
 def test_snapshot_that_is_being_written_when_the_job_goes_back_behind_it_is_set_aside_too() -> None:
