@@ -250,9 +250,7 @@ class Chair:
     def _order(self, key: Key, now: float) -> str:
         self._number += 1
         folder = f"{key[1]:08d}"
-        if (
-            len(self._seats) > 1 or folder in self._writes
-        ):  # the same step may be under way from before the job went back
+        if len(self._seats) > 1 or folder in self._writes:  # the job may have gone back behind one that is under way
             folder += f"-{self._mark}{self._number}"
         self._writes[folder] = Write(key, self._world, self._cycle, now, set(self._seats))
         return folder
