@@ -24,6 +24,7 @@ from resilience.errors import ResilienceError
 
 if TYPE_CHECKING:
     from resilience.checkpoint.flash import FlashCheckpoint
+    from resilience.checkpoint.guard import Guard
     from resilience.pulse.client import (
         done,
         end_all_sections,
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "FlashCheckpoint",
+    "Guard",
     "RankMonitorClient",
     "ResilienceError",
     "WorkloadAction",
@@ -56,6 +58,7 @@ __all__ = [
 
 _HOMES = {
     "FlashCheckpoint": "resilience.checkpoint.flash",
+    "Guard": "resilience.checkpoint.guard",
     "RankMonitorClient": "resilience.pulse.rank_monitor_client",
     "WorkloadAction": "resilience.pulse.control",
     "WorkloadControlRequest": "resilience.pulse.control",

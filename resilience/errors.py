@@ -10,6 +10,7 @@
     │   ├── DecodingError      values that can't be read           (checkpoint.encoding)
     │   ├── ShardError         tensors that can't be read          (checkpoint.shards)
     │   ├── ManifestError      a checkpoint that is not whole      (checkpoint.manifest)
+    │   ├── GuardError         training is bad again and again     (checkpoint.guard)
     │   ├── NothingToRestore   no checkpoint, and no fresh start allowed
     │   └── SaveError          a save failed in the background, and ``on_save_error`` is "raise"
     ├── LinkError              a peer process (launcher, monitor, saver) did not answer in time

@@ -22,6 +22,7 @@ REPO = ROOT.parent
 
 PUBLIC = [
     "FlashCheckpoint",
+    "Guard",
     "RankMonitorClient",
     "ResilienceError",
     "WorkloadAction",

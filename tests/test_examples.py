@@ -126,6 +126,19 @@ def test_the_example_of_one_process_ends_the_same_after_a_kill_in_the_middle_of_
     assert again.strip().endswith("from step 21")
 
 
+def test_the_guard_example_learns_from_data_with_a_bad_sample_and_says_what_it_left_out(tmp_path: Path) -> None:
+    script = [str(ROOT / "examples" / "guard.py"), str(tmp_path / "checkpoints")]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", *script]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, check=False, capture_output=True, text=True, cwd=ROOT, env=env, timeout=150)
+    assert done.returncode == 0, done.stderr
+    found = re.search(r"loss (\S+) after 100 steps on 2 ranks, from step 0", done.stdout)
+    assert found
+    assert float(found.group(1)) < 20, "not a number is not below anything"
+    left_out = re.findall(r"batch (\d+) is left out; rollback \d of at most 3 in a row\. \(rank 0\)", done.stderr)
+    assert len(set(left_out)) in (2, 3), done.stderr  # one in each epoch of forty steps
+
+
 def test_the_preemption_example_stops_together_and_goes_on_where_it_stopped(tmp_path: Path) -> None:
     script = [str(ROOT / "examples" / "preemption.py"), str(tmp_path / "checkpoints")]
     ends: list[list[int]] = []

@@ -12,11 +12,13 @@ from typing import Any
 
 from resilience.checkpoint.ledger import L_ALIVE, L_FAILURES
 from resilience.checkpoint.link import Link, Place
+from resilience.checkpoint.receipt import Level, Receipt
 from resilience.checkpoint.stager import Stager
 from resilience.errors import LinkError, ResilienceError, SaveError
 
 _LOG = logging.getLogger("resilience.checkpoint")
 _SILENT_NS = 5_000_000_000
+_POLL_S = 0.005
 
 
 class Attendant:
@@ -88,3 +90,35 @@ class Attendant:
         if self._raises or self._failures >= self._most:
             raise SaveError(what)
         _LOG.warning("%s", what)
+
+    # -- waiting ----------------------------------------------------------------------------------------------------
+
+    def await_level(self, receipt: Receipt, level: Level, timeout: float) -> None:
+        """Wait until a save has come to ``level``, or never will, or something else went wrong, or for so many seconds."""
+        deadline = time.monotonic() + timeout
+        self.hear()  # what has failed already need not fail a second time
+        failures = self.failures  # before it is asked for: it may fail at once
+        if level == Level.DURABLE and not self._want_on_disk(receipt):
+            return
+        while not receipt.level.reaches(level) and receipt.level not in (Level.SKIPPED, Level.FAILED):
+            self.hear()
+            if time.monotonic() > deadline or self.failures != failures:
+                return
+            time.sleep(_POLL_S)
+
+    def _want_on_disk(self, receipt: Receipt) -> bool:
+        """Have a snapshot written now; False if it will not be: another one is newer, and this one's slot may be taken."""
+        if receipt.level in (Level.DURABLE, Level.SKIPPED, Level.FAILED):
+            return False
+        return bool(self.ask({"op": "secure", "step": receipt.step})["coming"])
+
+    def await_end(self, newest: Receipt, timeout: float) -> None:
+        """Wait until the last save is durable, or never will be. Raises :class:`SaveError` after so many seconds."""
+        deadline = time.monotonic() + timeout
+        while not newest.level.reaches(Level.DURABLE) and newest.level != Level.FAILED:
+            self.hear()
+            if time.monotonic() > deadline:
+                raise SaveError(
+                    f"step {newest.step} is not durable yet ({newest.level}); the saver goes on without us."
+                )
+            time.sleep(_POLL_S)

@@ -31,18 +31,17 @@ from resilience.checkpoint.overlap import Copier, Later
 from resilience.checkpoint.plan import Collected
 from resilience.checkpoint.reading import Opened
 from resilience.checkpoint.receipt import Level, Receipt
-from resilience.checkpoint.restore import MisfitError, Wish, agree, load_parts, refuse_other_world
+from resilience.checkpoint.restore import MisfitError, Wish, agree, begin_afresh, load_parts, refuse_other_world
+from resilience.checkpoint.saver.restoring import Back
 from resilience.checkpoint.schedule import Every, Interval
 from resilience.checkpoint.slots import COMPLETE
 from resilience.checkpoint.stager import Stager
-from resilience.checkpoint.state import parts_of
+from resilience.checkpoint.state import Part, parts_of
 from resilience.checkpoint.together import Together
 from resilience.checkpoint.turns import Turns
 from resilience.errors import (
     CheckpointError,
     ConfigError,
-    NothingToRestore,
-    SaveError,
     UnsupportedPlatform,
 )
 
@@ -252,8 +251,29 @@ class FlashCheckpoint:
 
         found = self._agree(step, load, allow_fresh_start)
         if found is None:
-            self._nothing(step, allow_fresh_start)
+            begin_afresh(step, allow_fresh_start, self._place, self.directory)
             return 0
+        return found + 1
+
+    def rollback(self, steps: int = 0, *, before: int | None = None) -> int:
+        """Go back in the middle of training: all ranks together, to the newest snapshot that is at least ``steps`` steps older than
+        the newest one (and of a step below ``before``); return the step to go on from.
+
+        From memory if it is there, else from disk; digests are checked. What was saved after it is void, on disk too. Gradients
+        are dropped. Make iterators over a loader anew. Where nothing is so old, :class:`NothingToRestore` names what there is.
+        """
+        back = Back(
+            turns.whole_step("rollback", steps), before if before is None else turns.whole_step("before", before)
+        )
+
+        def load(opened: Opened) -> None:
+            load_parts(self._parts, opened, self._place, Wish(), self._together)
+
+        found = self._agree(None, load, back=back)
+        assert found is not None
+        for part in self._parts:
+            if hasattr(part, "optimizer"):
+                part.optimizer.zero_grad()
         return found + 1
 
     def load_state(self, step: int | None = None, *, allow_other_world: bool = False) -> Any:
@@ -270,10 +290,12 @@ class FlashCheckpoint:
             states[:] = [opened.source.fresh(opened.values["state"])]
 
         if self._agree(step, load) is None:
-            self._nothing(step, allowed=False)
+            begin_afresh(step, False, self._place, self.directory)
         return states[0]
 
-    def _agree(self, step: int | None, load: Callable[[Opened], None], fresh: bool = False) -> int | None:
+    def _agree(
+        self, step: int | None, load: Callable[[Opened], None], fresh: bool = False, back: Back | None = None
+    ) -> int | None:
         self._refuse_if_closed()
         with self._turns:
             self._copier.join()
@@ -282,6 +304,7 @@ class FlashCheckpoint:
                 self._place,
                 self.directory,
                 step=None if step is None else turns.whole_step("restore", step),
+                back=back,
                 fresh=fresh,
                 load=load,
                 begin=self._begin,
@@ -294,15 +317,6 @@ class FlashCheckpoint:
         self._turns.begin()
         self._link.generation = generation
         self._stager.begin(generation)
-
-    def _nothing(self, step: int | None, allowed: bool) -> None:
-        which = "no checkpoint" if step is None else f"no checkpoint of step {step}"
-        if not allowed or step is not None:
-            advice = " For a run that begins here: restore(allow_fresh_start=True)." if step is None else ""
-            raise NothingToRestore(
-                f"there is {which} in memory or in {self.directory} (rank {self._place.rank}). Nothing was changed.{advice}"
-            )
-        _LOG.info("no checkpoint in %s: a fresh start.", self.directory)
 
     # -- waiting and leaving ----------------------------------------------------------------------------------------
 
@@ -321,16 +335,7 @@ class FlashCheckpoint:
         self._refuse_if_closed()
         self._copier.join()
         receipt, level = self._find(step), options.level(level)
-        deadline = time.monotonic() + options.seconds("timeout", timeout)
-        self._attendant.hear()  # what has failed already need not fail a second time
-        failures = self._attendant.failures  # before it is asked for: it may fail at once
-        if level == Level.DURABLE and not self._want_on_disk(receipt):
-            return receipt
-        while not receipt.level.reaches(level) and receipt.level not in (Level.SKIPPED, Level.FAILED):
-            self._attendant.hear()
-            if time.monotonic() > deadline or self._attendant.failures != failures:
-                break
-            time.sleep(0.005)
+        self._attendant.await_level(receipt, level, options.seconds("timeout", timeout))
         return receipt
 
     def _find(self, step: int | None) -> Receipt:
@@ -339,12 +344,6 @@ class FlashCheckpoint:
         if chosen is None:
             raise CheckpointError(f"no save {'was made' if step is None else f'of step {step} is in memory'}.")
         return chosen
-
-    def _want_on_disk(self, receipt: Receipt) -> bool:
-        """Have a snapshot written now; False if it will not be: another one is newer, and this one's slot may be taken."""
-        if receipt.level in (Level.DURABLE, Level.SKIPPED, Level.FAILED):
-            return False
-        return bool(self._attendant.ask({"op": "secure", "step": receipt.step})["coming"])
 
     def close(self, timeout: float | timedelta = 600.0) -> None:
         """Leave: what is complete is made durable first, with progress shown on a terminal."""
@@ -363,19 +362,10 @@ class FlashCheckpoint:
                 with progress.shown(
                     f"writing step {self._kept.step}", self._stager.written, shows=self._place.rank == 0
                 ):
-                    self._await_end(self._kept, time.monotonic() + options.seconds("timeout", timeout))
+                    self._attendant.await_end(self._kept, options.seconds("timeout", timeout))
         finally:
             self._link.close()
             self._stager.close()
-
-    def _await_end(self, newest: Receipt, deadline: float) -> None:
-        while not newest.level.reaches(Level.DURABLE) and newest.level != Level.FAILED:
-            self._attendant.hear()
-            if time.monotonic() > deadline:
-                raise SaveError(
-                    f"step {newest.step} is not durable yet ({newest.level}); the saver goes on without us."
-                )
-            time.sleep(0.005)
 
     def __enter__(self) -> FlashCheckpoint:
         return self
@@ -396,3 +386,8 @@ class FlashCheckpoint:
     def is_closed(self) -> bool:
         """Whether it was left: nothing can be saved or restored any more."""
         return self._closed
+
+    @property
+    def parts(self) -> list[Part]:
+        """What it is made of. Whoever wants to be a part of it adds itself before ``restore()``."""
+        return self._parts

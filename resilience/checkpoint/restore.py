@@ -20,12 +20,16 @@ from resilience.checkpoint import garbage, progress, reading, storage
 from resilience.checkpoint.encoding import UnknownCodec
 from resilience.checkpoint.link import Link, Place
 from resilience.checkpoint.reading import Opened
+from resilience.checkpoint.saver.restoring import Back
 from resilience.checkpoint.source import DamagedError
 from resilience.checkpoint.state import Part, Random
 from resilience.checkpoint.together import Together
 from resilience.errors import CheckpointError, NothingToRestore
 
 _LOG = logging.getLogger("resilience.checkpoint")
+OURS = (
+    "resilience."  # begins the names of parts that need not be there: whatever can be switched on and off between runs
+)
 _BAD = (CheckpointError, OSError, ValueError, RuntimeError, KeyError, TypeError)
 
 
@@ -39,6 +43,7 @@ def agree(
     directory: Path,
     *,
     step: int | None,
+    back: Back | None = None,
     fresh: bool,
     load: Callable[[Opened], None],
     begin: Callable[[int], None],
@@ -46,14 +51,15 @@ def agree(
     known: Callable[[int], mmap.mmap | None] = lambda fd: None,
     ranks: Together = Together(needed=False),  # noqa: B008 - has no state
 ) -> int | None:
-    """Load the newest snapshot that all ranks can reach (or that of ``step``); return its step, or ``None`` if there is none.
+    """Load the newest snapshot that all ranks can reach (or that of ``step``, or one so far ``back``); return its step, or ``None``
+    if there is none.
 
     ``fresh``: begin anew if there is none. ``begin`` is told the generation that what is saved from now on belongs to. ``known``
     gives this process's own mapping of a slot, by a descriptor of it.
-    Raises ``NothingToRestore`` if there are some and all of them are bad, ``MisfitError`` if the newest sound one does not fit:
-    an older one is not taken for that, or the newer one would be lost without a word.
+    Raises ``NothingToRestore`` if there are some and all of them are bad, or nothing is so far back, ``MisfitError`` if the newest
+    sound one does not fit: an older one is not taken for that, or the newer one would be lost without a word.
     """
-    question = {"op": "restore", "step": step, "fresh": fresh, "timeout": timeout}
+    question = {"op": "restore", "step": step, "back": back, "fresh": fresh, "timeout": timeout}
     answer, fds = link.ask(question, timeout=timeout + 10)
     while answer.get("found"):
         began, chosen = time.monotonic(), answer
@@ -75,6 +81,8 @@ def agree(
             )
             begin(int(answer["generation"]))
             return int(chosen["step"])
+    if back is not None:
+        raise NothingToRestore(_nothing_so_old(back, answer, place, directory))
     if answer.get("problems"):
         raise NothingToRestore(
             f"every checkpoint in {directory} is bad: {'; '.join(answer['problems'])}. Nothing can be restored."
@@ -82,6 +90,28 @@ def agree(
     if fresh and step is None:
         begin(int(answer["generation"]))
     return None
+
+
+def _nothing_so_old(back: Back, answer: dict[str, Any], place: Place, directory: Path) -> str:
+    wanted = f"{back.steps} steps older than the newest" if back.steps or back.before is None else ""
+    wanted += (" and " if wanted else "") + (f"below step {back.before}" if back.before is not None else "")
+    there = ", ".join(f"step {step} ({where})" for step, where in answer.get("there", ()))
+    bad = "".join(f"; {text}" for text in answer.get("problems", ()))
+    return (
+        f"there is no snapshot {wanted} in memory or in {directory} (rank {place.rank}). There is {there or 'nothing'}{bad}. "
+        "Nothing was changed. More slots, a larger memory_every or a smaller disk_every reach further back."
+    )
+
+
+def begin_afresh(step: int | None, allowed: bool, place: Place, directory: Path) -> None:
+    """There is nothing to go on from: say so, or raise :class:`NothingToRestore` if that is not ``allowed``."""
+    which = "no checkpoint" if step is None else f"no checkpoint of step {step}"
+    if not allowed or step is not None:
+        advice = " For a run that begins here: restore(allow_fresh_start=True)." if step is None else ""
+        raise NothingToRestore(
+            f"there is {which} in memory or in {directory} (rank {place.rank}). Nothing was changed.{advice}"
+        )
+    _LOG.info("no checkpoint in %s: a fresh start.", directory)
 
 
 @dataclass(frozen=True)
@@ -175,7 +205,7 @@ def refuse_other_world(names: Sequence[str], opened: Opened, place: Place, allow
         raise MisfitError(
             f"it was saved by {opened.world} ranks, and here are {place.world}; {', '.join(mine)} may be different on each (a "
             "place in the data, for instance). If it is the same on all, say so: "
-            f"FlashCheckpoint(…, replicated={mine!r}). Otherwise restore(allow_other_world=True) gives it back to the ranks that "
+            f"FlashCheckpoint(…, replicated={mine!r}). Otherwise allow_other_world=True gives it back to the ranks that "
             "were there, and new ranks keep what they have"
         )
 
@@ -184,15 +214,12 @@ def check_parts(parts: Sequence[Part], opened: Opened, wish: Wish) -> None:
     """Raise :class:`MisfitError`, or only say so, if what was saved is not what is there."""
     if not isinstance(opened.values, dict):
         raise MisfitError("what was saved is no state of this kind")
-    names = {part.name for part in parts}
-    if Random.name in names - opened.values.keys():  # of a checkpoint of others, or saved with rng=False
+    names = {part.name for part in parts if not part.name.startswith(OURS)}
+    saved = {name for name in opened.values if not name.startswith(OURS)}
+    if Random.name in names - saved:  # of a checkpoint of others, or saved with rng=False
         _LOG.warning("%s was not saved: random numbers go on from wherever this rank is.", Random.name)
-    said = [f"{name} was not saved" for name in sorted(names - opened.values.keys() - {Random.name})]
-    said += (
-        []
-        if wish.alone
-        else [f"{name} was saved and is not given here" for name in sorted(opened.values.keys() - names)]
-    )
+    said = [f"{name} was not saved" for name in sorted(names - saved - {Random.name})]
+    said += [] if wish.alone else [f"{name} was saved and is not given here" for name in sorted(saved - names)]
     for part in parts:
         if part.name in opened.values:
             said += part.check(opened.values[part.name], opened.source, wish.strict)

@@ -226,12 +226,15 @@ _BROKEN_PEER = re.compile(
     re.IGNORECASE,
 )
 _OWN_DEVICE = re.compile(r"cuda (error|failure)|ncclunhandledcudaerror", re.IGNORECASE)  # no peer's doing
+_GONE_FROM_RESTORE = re.compile(r"\b(ended|was lost) while the ranks were restoring")  # what we raise for the others
 _RAISED_BY_TORCH = {"RuntimeError", "DistError", "DistBackendError", "DistNetworkError", "DistStoreError"}
 
 
 def is_echo(kind: str, message: str) -> bool:
-    """Whether an exception is what a collective raises when another rank has gone."""
+    """Whether an exception is what a collective raises when another rank has gone, or a restore in which all take part."""
     short = kind.rpartition(".")[2]
+    if short == "CheckpointError":
+        return bool(_GONE_FROM_RESTORE.search(message))
     if short not in _RAISED_BY_TORCH or _OWN_DEVICE.search(message):
         return False
     return bool(_BROKEN_PEER.search(message)) or short in ("DistNetworkError", "DistBackendError")

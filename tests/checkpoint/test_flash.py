@@ -497,17 +497,75 @@ def test_step_that_will_not_be_written_is_not_waited_for(home: Path) -> None:
     checkpoint.close()
 
 
-def test_checkpoint_of_another_number_of_ranks_is_refused_in_words(home: Path) -> None:
-    with FlashCheckpoint(home, model=nn.Linear(1, 1)) as checkpoint:
+class Position:
+    """Something of which nobody knows whether it means the same to another number of ranks."""
+
+    def __init__(self, at: int) -> None:
+        self.at = at
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+def saved_by_two(home: Path, **things: Any) -> None:
+    """Save as one rank, and have it look as if two had, which are alike."""
+    with FlashCheckpoint(home, **things) as checkpoint:
         checkpoint.save(1)
+    as_if_by_two(home)
+
+
+def as_if_by_two(home: Path) -> None:
     path = next(home.glob("step-*"))
     found = read_manifest(path)
     (path / "rank-00001.values").write_bytes((path / "rank-00000.values").read_bytes())
     values = (found.values[0], dataclasses.replace(found.values[0], rank=1, name="rank-00001.values"))
     write_manifest(path, dataclasses.replace(found, world=2, values=values))
-    checkpoint = FlashCheckpoint(home, model=nn.Linear(1, 1))
-    with pytest.raises(NothingToRestore, match="was saved by 2 ranks, and here are 1"):
+
+
+def test_what_another_number_of_ranks_saved_is_restored(home: Path) -> None:
+    saved, model = nn.Linear(1, 1), nn.Linear(1, 1)
+    saved_by_two(home, model=saved)
+    with FlashCheckpoint(home, model=model) as checkpoint:
+        assert checkpoint.restore() == 2
+    assert torch.equal(model.weight, saved.weight)
+
+
+def test_what_may_belong_to_single_ranks_is_refused_when_their_number_changes_unless_that_is_allowed(
+    home: Path,
+) -> None:
+    model, loader = nn.Linear(1, 1), Position(0)
+    before = model.weight.clone()
+    saved_by_two(home, model=nn.Linear(1, 1), loader=Position(7))
+    checkpoint = FlashCheckpoint(home, model=model, loader=loader)
+    with pytest.raises(
+        CheckpointError, match=r"saved by 2 ranks, and here are 1; loader may be .*replicated=\['loader'\]"
+    ):
         checkpoint.restore(allow_fresh_start=True)
+    assert torch.equal(model.weight, before), "nothing was changed"
+    assert checkpoint.restore(allow_other_world=True) == 2
+    assert loader.at == 7
+    checkpoint.close()
+
+
+def test_what_is_declared_the_same_on_all_ranks_is_restored_by_any_number_of_them(home: Path) -> None:
+    loader = Position(0)
+    saved_by_two(home, loader=Position(7))
+    with FlashCheckpoint(home, loader=loader, replicated=["loader"]) as checkpoint:
+        assert checkpoint.restore() == 2
+    assert loader.at == 7
+
+
+def test_plain_state_of_another_number_of_ranks_is_refused_unless_that_is_allowed(home: Path) -> None:
+    with FlashCheckpoint(home) as checkpoint:
+        checkpoint.save_state(1, {"x": torch.ones(2)})
+    as_if_by_two(home)
+    checkpoint = FlashCheckpoint(home)
+    with pytest.raises(CheckpointError, match="saved by 2 ranks, and here are 1; the state may be different"):
+        checkpoint.load_state()
+    assert checkpoint.load_state(allow_other_world=True)["x"].tolist() == [1, 1]
     checkpoint.close()
 
 

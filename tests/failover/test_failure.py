@@ -262,6 +262,8 @@ ECHOES = [
     ("torch.distributed.DistNetworkError", "The client socket has timed out after 600000ms while trying to connect"),
     ("torch.distributed.DistStoreError", "wait timeout after 300000ms, keys: /default_pg/0//cuda//0"),
     ("torch.distributed.DistStoreError", "Socket Timeout"),
+    ("resilience.errors.CheckpointError", "rank 1 ended while the ranks were restoring"),
+    ("resilience.errors.CheckpointError", "the saver of the node with rank 2 was lost while the ranks were restoring"),
 ]
 
 

@@ -17,7 +17,8 @@ and is told
     choice    go on from this one       nothing   there is none     go   everybody has it   refused   it can't be done
     durable   it is on disk, everywhere     failed  it is not, and why     dropped  nobody waits for it     done  nor for you
 
-The chair's own node is told two things more, ``commit`` (all files of a folder are there) and ``discard``, and says ``committed``.
+The chair's own node is told more: ``commit`` (all files of a folder are there) and ``discard``, ``bad`` (what was chosen is) and
+``aside`` (the job went back behind these); it says ``committed``.
 A job of one node has a chair too; it only never hears of others.
 """
 
@@ -66,6 +67,7 @@ class Write:
     waiting: set[int]
     shards: list[Any] = field(default_factory=list)
     values: list[Any] = field(default_factory=list)
+    left_behind: bool = False  # the job went back behind it
 
 
 class Chair:
@@ -247,7 +249,9 @@ class Chair:
 
     def _order(self, key: Key, now: float) -> str:
         self._number += 1
-        folder = f"{key[1]:08d}" + (f"-{self._mark}{self._number}" if len(self._seats) > 1 else "")
+        folder = f"{key[1]:08d}"
+        if len(self._seats) > 1 or folder in self._writes:  # the job may have gone back behind one that is under way
+            folder += f"-{self._mark}{self._number}"
         self._writes[folder] = Write(key, self._world, self._cycle, now, set(self._seats))
         return folder
 
@@ -298,6 +302,8 @@ class Chair:
             self._durable = {key for key in self._durable if key[0] >= write.key[0] - 1} | {write.key}
             self._disk.learn(now - write.began, write.began)
             self._tell_all(op="durable", key=write.key, folder=folder)
+            if write.left_behind:
+                self._tell(_ME, op="aside", keys=[write.key])
 
     def _fail(self, folder: str, why: str) -> None:
         write = self._writes.pop(folder, None)
@@ -337,15 +343,16 @@ class Chair:
         if agreement.differ():
             self._refuse(f"ranks ask for different steps: {agreement.differ()}")
             return
-        aside = agreement.choose()
+        aside = agreement.choose(self._floor)
         if agreement.choice is not None:
-            self._tell_all(op="choice", **vars(agreement.choice), aside=aside)
+            self._tell_all(op="choice", **vars(agreement.choice), aside=aside, back=agreement.back is not None)
             return
         self._agreement = Agreement()
         if agreement.allows_fresh_start():
             self._begin_after((-1, -1))
         problems, fresh = agreement.problems(), agreement.allows_fresh_start()
-        self._tell_all(op="nothing", problems=problems, fresh=fresh, generation=self.generation)
+        there = [(item.key[1], item.where) for item in agreement.there[:_KEPT]]
+        self._tell_all(op="nothing", problems=problems, fresh=fresh, there=there, generation=self.generation)
 
     def _hear_loaded(self, node: int, message: Message, now: float) -> None:
         agreement, choice = self._agreement, self._agreement.choice
@@ -367,6 +374,10 @@ class Chair:
             return
         self._agreement = Agreement()
         self._begin_after(choice.key)
+        if agreement.back is not None:
+            for write in self._writes.values():
+                write.left_behind = write.left_behind or write.key > choice.key
+            self._tell(_ME, op="aside", keys=agreement.left_behind())
         self._tell_all(op="go", key=choice.key, where=choice.where, generation=self.generation)
 
     def _begin_after(self, key: Key) -> None:

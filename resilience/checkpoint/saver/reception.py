@@ -48,8 +48,8 @@ class Reception:
             known = None
         meeting = known[1] if known is not None else Meeting(Round(book.cycle.ranks), time.monotonic() + timeout)
         self._meetings[id(book)] = (book, meeting)
-        step = message.get("step")
-        meeting.round.asked[rank] = None if step is None else int(step)
+        back = message.get("back")
+        meeting.round.asked[rank] = message.get("step") if back is None else tuple(back)
         meeting.fresh = meeting.fresh and bool(message.get("fresh"))
         meeting.tell[rank] = tell
         if meeting.round.all_asked():
@@ -60,11 +60,13 @@ class Reception:
         if len(wanted) > 1:
             self._call_off(book, f"ranks ask for different steps: {meeting.round.asked}")
             return
-        (step,) = wanted
+        (wish,) = wanted
+        back = wish if isinstance(wish, tuple) else None
         meeting.deadline += _CHAIR_S
         question: Message = {
             "op": "ask",
-            "step": step,
+            "step": wish if back is None else None,
+            "back": back,
             "fresh": meeting.fresh,
             "timeout": timeout,
             "memory": book.roll.restorable(),
@@ -128,13 +130,16 @@ class Reception:
         elif op == "nothing":
             if message["fresh"]:
                 book.go_back_to(None, int(message["generation"]))
-            self._end(book, {"found": None, "problems": message["problems"], "generation": book.generation})
+            told = {"problems": message["problems"], "there": message["there"]}
+            self._end(book, {"found": None, "generation": book.generation, **told})
         elif op == "choice":
             self._offer(book, message)
         elif op == "bad":
             book.tries.take_back(tuple(message["key"]))
             if message["why"]:
                 book.complain(str(message["why"]))
+        elif op == "aside":
+            leave_behind(book, [tuple(item) for item in message["keys"]])
         elif op == "go":
             self._go(book, tuple(message["key"]), message["where"], int(message["generation"]))
 
@@ -144,7 +149,8 @@ class Reception:
             return  # called off here; the chair hears of it
         meeting, key = known[1], tuple(message["key"])
         if book.cycle.first == 0:
-            book.tries.add(key)  # before it is loaded: that may be what kills the ranks
+            if not message["back"]:  # that is no restart, and nothing has failed from it
+                book.tries.add(key)  # before it is loaded: that may be what kills the ranks
             set_aside(book, [tuple(item) for item in message["aside"]])
         meeting.round.choosing, meeting.round.loaded, meeting.round.misfits = False, {}, set()
         for rank, tell in meeting.tell.items():
@@ -163,14 +169,25 @@ class Reception:
 
 def set_aside(book: Book, keys: list[Key]) -> None:
     """Have checkpoints that restarts failed from no longer count, and say so."""
+    _mark_aside(book, keys, "two restarts failed from it")
+    for key in keys:
+        book.complain(f"step {key[1]} is set aside: the job went on from it and failed, twice, without progress.")
+
+
+def leave_behind(book: Book, keys: list[Key]) -> None:
+    """Have checkpoints that the job rolled back behind no longer count: a restart must not come upon them."""
+    _mark_aside(book, keys, "the job rolled back behind it")
+    for key in keys:
+        _LOG.info("step %s on disk is set aside: the job rolled back behind it.", key[1])
+
+
+def _mark_aside(book: Book, keys: list[Key], why: str) -> None:
     for item in book.directory.stored() if keys else []:
         if item.manifest.key in keys:
             try:
-                book.directory.set_aside(item, "two restarts failed from it")
+                book.directory.set_aside(item, why)
             except OSError as error:  # a full disk: it is passed over all the same, as long as we are here
                 book.complain(f"{item.path}: could not be marked as set aside: {error}")
-    for key in keys:
-        book.complain(f"step {key[1]} is set aside: the job went on from it and failed, twice, without progress.")
 
 
 def describe(book: Book, key: Key, rank: int) -> tuple[dict[str, Any], tuple[int, ...]]:

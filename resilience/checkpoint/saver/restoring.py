@@ -1,6 +1,6 @@
 """Which snapshot to go on from: all ranks ask, one answer is given, and again if what was found turns out to be bad.
 
-1) ``restore``  (every rank) I want to go on from the newest, or from a given step
+1) ``restore``  (every rank) I want to go on from the newest, from a given step, or from one further back
 2) ``choice``   (chair, to all) this one: in memory, or on disk; or nothing
 3) ``loaded``   (every rank) it is good, or this is wrong with it
 4) ``go``       (chair, to all) everything newer is void; or back to 2) with the next one; or ``refused``, if it is good and does
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 Key = tuple[int, int]
 CHAIR = 0  # its node
@@ -35,6 +35,18 @@ def candidates(in_memory: Sequence[Key], on_disk: Sequence[Candidate]) -> list[C
     """Return everything there is, newest first; of the same snapshot memory comes first, then disk in the order given."""
     found = [Candidate(key, MEMORY) for key in in_memory] + list(on_disk)
     return sorted(found, key=lambda item: (item.key, item.where == MEMORY), reverse=True)
+
+
+class Back(NamedTuple):
+    """How far back to go: at least so many steps from the newest, and to one below ``before``."""
+
+    steps: int = 0
+    before: int | None = None
+
+    def reach(self, found: Sequence[Candidate], newest: Key) -> list[Candidate]:
+        """Return what is far enough back, given what there is and the newest that training has passed."""
+        most = newest[1] - self.steps if self.before is None else min(newest[1] - self.steps, self.before - 1)
+        return [item for item in found if item.key <= newest and item.key[1] <= most]
 
 
 def pick(
@@ -69,7 +81,7 @@ class Round:
     """One agreement, as far as the ranks of a node go."""
 
     ranks: Sequence[int]
-    asked: dict[int, int | None] = field(default_factory=dict)  # by rank: the step it wants
+    asked: dict[int, Any] = field(default_factory=dict)  # by rank: what it wants, a step or how far back
     loaded: dict[int, str] = field(default_factory=dict)  # by rank: what was wrong, or ""
     misfits: set[int] = field(default_factory=set)  # ranks that it does not fit, good as it may be
     choosing: bool = True  # it is not yet known what to load
@@ -102,6 +114,7 @@ class Agreement:
     misfits: set[int] = field(default_factory=set)  # nodes with ranks that it does not fit
     bad: dict[Candidate, str] = field(default_factory=dict)
     choice: Candidate | None = None
+    there: list[Candidate] = field(default_factory=list)  # what was to be chosen from, newest first
     deadline: float = 0.0
 
     def ask(self, node: int, message: Mapping[str, Any], now: float) -> None:
@@ -117,19 +130,38 @@ class Agreement:
 
     def differ(self) -> list[str]:
         """Return the steps that are asked for, if they are not the same."""
-        wanted = {str(ask["step"]) for ask in self.asks.values()}
+        wanted = {
+            str(ask["step"]) if ask.get("back") is None else f"back {list(ask['back'])}" for ask in self.asks.values()
+        }
         return sorted(wanted) if len(wanted) > 1 else []
 
-    def choose(self) -> list[Key]:
-        """Choose the next one to try; return what is passed over because restarts failed from it."""
+    @property
+    def back(self) -> Back | None:
+        """How far back everybody wants to go; ``None``: to the newest there is, or to a step."""
+        told = self.asks[CHAIR].get("back")
+        return None if told is None else Back(*told)
+
+    def choose(self, newest: Key) -> list[Key]:
+        """Choose the next one to try; return what is passed over because restarts failed from it. ``newest``: what training is
+        known to have passed, beside what is in memory."""
         in_memory = set.intersection(*({_key(item) for item in ask["memory"]} for ask in self.asks.values()))
         chair = self.asks[CHAIR]  # its node alone looks at the disk
         on_disk = [Candidate(_key(item[:2]), DISK, str(item[2])) for item in chair["disk"]]
         failed = {(generation, step): count for generation, step, count in chair["tries"]}
-        found = candidates(sorted(in_memory), on_disk)
+        found = self.there = candidates(sorted(in_memory), on_disk)
+        if self.back is not None:
+            found = self.back.reach(found, max([newest, *in_memory]))
         self.loaded = {}
         self.choice = pick(found, step=chair["step"], bad=self.bad, failed=failed)
         return set_aside(found, self.choice, failed) if self.choice is not None else []
+
+    def left_behind(self) -> list[Key]:
+        """Return what is on disk and newer than what was chosen, when that was to go back: nobody is to come upon it again."""
+        assert self.choice is not None
+        key = self.choice.key
+        return sorted(
+            {item.key for item in self.there if item.where == DISK and item.key > key and self.back is not None}
+        )
 
     def misfit(self) -> str:
         """Say that what was chosen does not fit a rank, if so. Damage goes before it: what is damaged may not fit for that."""
