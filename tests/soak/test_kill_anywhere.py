@@ -111,7 +111,7 @@ def test_what_is_restored_is_what_was_saved_whoever_is_killed_at_whatever_instan
     nobody_else = False
     script = [str(WORKLOADS / "snapshots.py"), str(directory), "250", str(rng.choice([4, 2000, 30000]))]
     environment = {"DT": str(rng.choice([0.0, 0.005, 0.02])), "DISK_EVERY": str(rng.choice([1, 3, 10]))}
-    environment["MODE"] = "overlap" if seed % 2 else "blocking"
+    environment["MODE"] = ("blocking", "overlap", "fsdp2")[seed % 3]
     ended = False
     while not ended:
         with job(tmp_path, OPTIONS, script, environment) as it:

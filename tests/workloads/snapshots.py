@@ -3,7 +3,7 @@
     snapshots.py DIRECTORY STEPS [KIBIBYTES]
 
 ``model`` is the same on all ranks (staged once, divided), ``own`` is each rank's. With MODE=overlap there is a module with an
-optimizer too, copied behind the next step. Notes in $PROGRESS/rank_<r>:
+optimizer too, copied behind the next step; with MODE=fsdp2 that is sharded over the ranks. Notes in $PROGRESS/rank_<r>:
 ``restored-<step>`` or ``fresh``, ``BAD-…`` if it is not what it was, ``complete-<step>`` and ``durable-<step>`` as acknowledged.
 """
 
@@ -16,8 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
 
 import resilience
+from resilience.checkpoint import sharding
 from resilience.checkpoint.receipt import Level, Receipt
 
 RANK = int(os.environ.get("RANK", "0"))
@@ -64,8 +67,14 @@ class State:
         self.values, self.plain = state["values"], state["plain"]
 
 
+def here(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what this rank has of a tensor, and the number of each of its rows in the whole."""
+    local, _, box = sharding.local(tensor)
+    return local.detach(), torch.arange(box.offsets[0], box.offsets[0] + box.shape[0], dtype=local.dtype).unsqueeze(1)
+
+
 class Marks(torch.optim.Optimizer):  # type: ignore[misc]
-    """Writes the step into every parameter, and its half into their state."""
+    """Writes the step into every row of every parameter, beside the row's number, and its half into their state."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         super().__init__(module.parameters(), {"at": -1})
@@ -74,15 +83,16 @@ class Marks(torch.optim.Optimizer):  # type: ignore[misc]
         for group in self.param_groups:
             group["at"] += 1
             for parameter in group["params"]:
-                parameter.data.fill_(group["at"])  # no counter moves for that: only the hook and the bytes can tell
+                local, rows = here(parameter)
+                local.data.copy_((group["at"] + rows / 16).expand_as(local))  # no counter moves for that
                 self.state[parameter] = {"half": torch.full_like(parameter, group["at"] / 2, requires_grad=False)}
 
     def is_of(self, step: int) -> bool:
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        good = [
-            bool((parameter == step).all() and (self.state[parameter]["half"] == step / 2).all())
-            for parameter in parameters
-        ]
+        good = []
+        for parameter in (parameter for group in self.param_groups for parameter in group["params"]):
+            local, rows = here(parameter)
+            half, _ = here(self.state[parameter]["half"])
+            good.append(bool((local == step + rows / 16).all() and (half == step / 2).all()))
         return all(good) and self.param_groups[0]["at"] == step
 
 
@@ -101,17 +111,21 @@ def main() -> None:
     directory, steps = sys.argv[1], int(sys.argv[2])
     numbers = int(sys.argv[3]) * 256 if len(sys.argv) > 3 else 1000
     model, own = State(0, numbers), State(RANK + 1, numbers // 4)
-    module = torch.nn.Linear(numbers // 8, 8, bias=False)
-    marks = Marks(module)
+    module = torch.nn.Linear(numbers // 8, 7, bias=False)
     mode = os.environ.get("MODE", "blocking")
-    things = {"model": model, "own": own} | ({"module": module, "marks": marks} if mode == "overlap" else {})
+    if mode == "fsdp2":
+        dist.init_process_group("gloo")
+        fully_shard(module, mesh=dist.init_device_mesh("cpu", (dist.get_world_size(),)))
+    marks = Marks(module)
+    things = {"model": model, "own": own} | ({"module": module, "marks": marks} if mode != "blocking" else {})
+    how = "blocking" if mode == "blocking" else "overlap"
     with resilience.FlashCheckpoint(
-        directory, disk_every=int(os.environ.get("DISK_EVERY", "3")), replicated=["model"], mode=mode, **things
+        directory, disk_every=int(os.environ.get("DISK_EVERY", "3")), replicated=["model"], mode=how, **things
     ) as checkpoint:
         note("restoring")
         start = checkpoint.restore(allow_fresh_start=True)
         note(f"restored-{start - 1}" if start else "fresh")
-        marked = mode != "overlap" or marks.is_of(start - 1)
+        marked = mode == "blocking" or not start or marks.is_of(start - 1)
         if start and not (model.is_of(start - 1) and own.is_of(start - 1) and marked):
             note(f"BAD-{start - 1}")
             os._exit(3)
