@@ -22,6 +22,7 @@ from resilience.checkpoint import decoding, digest, files, plan, shards
 from resilience.checkpoint.encoding import UnknownCodec
 from resilience.checkpoint.manifest import File, Manifest
 from resilience.checkpoint.shards import Piece
+from resilience.checkpoint.stores import Url, Where
 from resilience.errors import CheckpointError
 
 _THREADS = 4  # at most for memory, whatever the cores; for files always: they wait for the disk
@@ -299,7 +300,7 @@ def _sealed(memory: memoryview, where: Sequence[int], what: str) -> memoryview:
     return found
 
 
-def open_disk(path: Path, manifest: Manifest, rank: int) -> Opened:
+def open_disk(path: Where, manifest: Manifest, rank: int) -> Opened:
     """Open a checkpoint on disk. Everything that is read is checked. A rank that it knows nothing of is given what rank 0 had."""
     source, check = Source(), Check()
     rank = rank if rank < manifest.world else 0
@@ -314,8 +315,7 @@ def open_disk(path: Path, manifest: Manifest, rank: int) -> Opened:
             source.add(memory[length:], shards.parse_header(view[:length], file.nbytes - length), file.rank == rank)
     mine = next(file for file in manifest.values if file.rank == rank)
     with _named(mine):
-        with _opened(path / mine.name, mine) as opened:
-            data = opened.read(mine.nbytes)
+        data = _contents(path / mine.name, mine)
         if digest.digests(memoryview(data), mine.chunk) != list(mine.digests):
             raise CheckpointError(f"{mine.name}: the digest is wrong")
         return Opened(source, decode(memoryview(data)), check)
@@ -343,7 +343,22 @@ def _opened(path: Path, file: File) -> Iterator[BinaryIO]:
         yield opened
 
 
-def _mapped(path: Path, file: File) -> tuple[mmap.mmap, torch.Tensor]:
+def _contents(path: Where, file: File) -> bytes:
+    """Return a file as it is."""
+    if isinstance(path, Url):
+        from resilience.checkpoint.stores import download  # noqa: PLC0415 - fsspec, only for those who want it
+
+        return download.contents(path, file.nbytes)
+    with _opened(path, file) as opened:
+        return opened.read(file.nbytes)
+
+
+def _mapped(path: Where, file: File) -> tuple[mmap.mmap, torch.Tensor]:
+    if isinstance(path, Url):
+        from resilience.checkpoint.stores import download  # noqa: PLC0415
+
+        room = download.mapped(path, file.nbytes)
+        return room, bytes_of(room)
     with _opened(path, file) as opened:
         if file.nbytes == 0:  # has no header, and can't be mapped
             raise CheckpointError(f"{file.name} is empty")

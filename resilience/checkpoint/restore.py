@@ -13,10 +13,9 @@ import mmap
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from resilience.checkpoint import garbage, progress, reading, storage
+from resilience.checkpoint import garbage, progress, reading, stores
 from resilience.checkpoint.encoding import UnknownCodec
 from resilience.checkpoint.link import Link, Place
 from resilience.checkpoint.reading import Opened
@@ -34,7 +33,7 @@ class MisfitError(CheckpointError):
 def agree(
     link: Link,
     place: Place,
-    directory: Path,
+    directory: stores.Where,
     *,
     step: int | None,
     fresh: bool,
@@ -132,8 +131,8 @@ def _damage(opened: Opened) -> str:
 def _open(answer: dict[str, Any], fds: list[int], place: Place, known: Callable[[int], mmap.mmap | None]) -> Opened:
     if answer["found"] == "memory":
         return reading.open_memory(answer, fds, place.rank, place.local_world, known)
-    path = Path(answer["path"])
-    return reading.open_disk(path, storage.read_manifest(path), place.rank)
+    path = stores.where(answer["path"])
+    return reading.open_disk(path, stores.read_manifest(path), place.rank)
 
 
 def load_parts(parts: Sequence[Part], opened: Opened, strict: bool, alone: bool = False) -> None:

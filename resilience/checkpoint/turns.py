@@ -9,20 +9,20 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from resilience.checkpoint.stores import Url, Where
 from resilience.errors import CheckpointError, ConfigError
 
 _LARGEST = 1 << 62  # steps are kept in words of 64 bits, one more than themselves
 _open: weakref.WeakValueDictionary[tuple[int, str], Any] = weakref.WeakValueDictionary()  # by process and directory
 
 
-def enter(directory: Path, checkpoint: Any) -> None:
+def enter(directory: Where, checkpoint: Any) -> None:
     """Take a directory for a checkpoint of this process. Raises :class:`ConfigError` while another one has it: both would write
     into the same memory."""
-    key = (os.getpid(), os.path.realpath(directory))
+    key = (os.getpid(), str(directory) if isinstance(directory, Url) else os.path.realpath(directory))
     other = _open.get(key)
     if other is not None and not other.is_closed:
         raise ConfigError(
@@ -48,7 +48,7 @@ def leave_at_exit(checkpoint: Any) -> Callable[[], None]:
 class Turns:
     """Calls that may change what is saved, one after the other."""
 
-    def __init__(self, directory: Path, earlier: int | None) -> None:
+    def __init__(self, directory: Where, earlier: int | None) -> None:
         self._directory = directory
         self._earlier = earlier  # the newest step on disk that nobody has looked at
         self._last = -1

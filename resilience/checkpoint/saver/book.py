@@ -12,7 +12,6 @@ import selectors
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from resilience.checkpoint import decisions
@@ -25,7 +24,7 @@ from resilience.checkpoint.saver.restores import Tries
 from resilience.checkpoint.saver.roll import Cycle, Roll
 from resilience.checkpoint.schedule import Clock, Every
 from resilience.checkpoint.slots import COMPLETE, VOID
-from resilience.checkpoint.storage import Directory
+from resilience.checkpoint.stores import Storage
 
 _LOG = logging.getLogger("resilience.saver")
 _NO_CHAIR = "the saver of rank 0's node was lost while the ranks were restoring"
@@ -58,13 +57,13 @@ class Book:
 
     def __init__(
         self,
-        path: Path,
+        directory: Storage,
         options: Options,
         selector: selectors.BaseSelector,
         write: Callable[[Book, Snapshot, str], None],
         serve: Callable[[Book, Message], None],
     ) -> None:
-        self.directory = Directory(path)
+        self.directory = directory
         self.options = options
         self.roll = Roll()
         self.generation = 0
@@ -73,7 +72,7 @@ class Book:
         self.done = False  # the chair needs us no longer
         self.failures: list[str] = []
         self.writing: dict[str, Snapshot] = {}  # by folder
-        self.tries = Tries(path, self.complain)
+        self.tries = Tries(directory, self.complain)
         self.council = Council(selector, 0, self._hear)
         self.council.rejoin = self._join
         self.council.cut = lambda: serve(self, {"op": "refused", "why": _NO_CHAIR})

@@ -191,7 +191,7 @@ class Desk:
             self._saver.keep_round(book, chair)
             return {**chair, "mark": book.directory.mark()}
         chair = {"host": str(message["host"]), "port": int(message["port"]), "secret": str(message["secret"])}
-        if known is None and not (book.directory.path / str(message["mark"])).exists():
+        if known is None and not book.directory.sees(str(message["mark"])):
             raise CheckpointError(
                 f"{book.directory.path} on {socket.gethostname()} is not the directory that the node of rank 0 ({chair['host']}) "
                 "writes to. Checkpoints of several nodes need a directory that all of them share. Nothing was set up."
