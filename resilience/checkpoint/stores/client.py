@@ -191,19 +191,10 @@ class Client:
         try:
             found = self.call("ls", place, detail=True)
         except FileNotFoundError:
-            if "/" not in self.root and self.is_s3 and not self._has_bucket():
-                raise
             return {}
         own = place.strip("/")
         rows = {row["name"].rstrip("/").rpartition("/")[2]: row for row in found if row["name"].strip("/") != own}
         return {name: row for name, row in rows.items() if name}
-
-    def _has_bucket(self) -> bool:
-        try:
-            self.call("call_s3", "head_bucket", Bucket=self.root.partition("/")[0])
-        except FileNotFoundError:
-            return False
-        return True
 
     def remove(self, name: str) -> None:
         """Remove an object, if it is there."""
@@ -211,8 +202,10 @@ class Client:
             self.call("rm_file", self.at(name))
 
     def make_folder(self, folder: str = "") -> None:
-        """Make a folder, where the store has such things."""
-        if not self.is_s3:
+        """Make a folder, where the store has such things. Where it has none, the bucket must be there: some would make one."""
+        if self.is_s3:
+            self.call("call_s3", "head_bucket", Bucket=self.root.partition("/")[0])
+        else:
             self.call("makedirs", self.at(folder) if folder else self.root, exist_ok=True)
 
     def remove_folder(self, folder: str) -> None:

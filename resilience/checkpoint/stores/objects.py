@@ -159,9 +159,12 @@ class Bucket:
             client, [name for name in top if name.startswith(PARTIAL) and not name.startswith(_HERE)]
         )
 
-        def look(name: str) -> Stored | str:
+        def look(name: str) -> Stored | str | None:
             try:
-                return Stored(self.path / name, self._read(client, name))
+                rows = client.listed(name)
+                if not rows:
+                    return None  # some stores go on to list a folder that has nothing in it
+                return Stored(self.path / name, self._read(client, name, rows))
             except (ManifestError, OSError) as error:
                 if not isinstance(error, ManifestError) and may_pass(error):
                     raise  # nobody knows what is there
@@ -184,8 +187,7 @@ class Bucket:
                 found.add(client.read(intent, 0, _WORDS).decode("ascii", "replace"))
         return found
 
-    def _read(self, client: Client, name: str) -> Manifest:
-        rows = client.listed(name)
+    def _read(self, client: Client, name: str, rows: Listing) -> Manifest:
         if ASIDE in rows:
             why = client.read(f"{name}/{ASIDE}", 0, 1000).decode(errors="replace")
             raise ManifestError(f"it was set aside: {why}")
@@ -227,7 +229,8 @@ class Bucket:
             except FileExistsError:  # another node was quicker
                 with contextlib.suppress(FileNotFoundError):
                     self._names[folder] = self._client.read(intent).decode("ascii")
-        self._client.make_folder(self._names[folder])
+        if not self._client.is_s3:
+            self._client.make_folder(self._names[folder])
         return self.path / self._names[folder]
 
     def _free_name(self, step: int) -> str:
