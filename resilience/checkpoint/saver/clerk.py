@@ -155,6 +155,8 @@ def _could_not(key: Sequence[int], directory: Storage, error: Exception) -> str:
     reason = error.strerror or error if isinstance(error, OSError) else error
     text = f"step {key[1]} could not be written to {directory.path} ({socket.gethostname()}): {reason}"
     remedy = _REMEDIES.get(error.errno or 0) if isinstance(error, OSError) else None
+    if isinstance(error, (ConnectionError, TimeoutError)):
+        remedy = "Look whether the server is up; the next save that is due is tried as ever."
     return f"{text}. What was durable before stays. {remedy}" if remedy else text
 
 

@@ -13,6 +13,7 @@ from resilience.checkpoint.saver import clerk
 from resilience.checkpoint.saver.book import Book
 from resilience.checkpoint.saver.chair import Message
 from resilience.checkpoint.saver.restoring import DISK, MEMORY, Round
+from resilience.errors import CheckpointError
 
 _LOG = logging.getLogger("resilience.saver")
 _CHAIR_S = 5.0  # the chair gives up before we do: it knows who is missing elsewhere
@@ -71,7 +72,14 @@ class Reception:
         }
         if book.cycle.first == 0:
             left_out: list[str] = []
-            stored = book.directory.stored(left_out.append)
+            try:
+                stored = book.directory.stored(left_out.append)
+            except (
+                CheckpointError,
+                OSError,
+            ) as error:  # an object store that can't be reached: all ranks must hear of it
+                self._call_off(book, str(error))
+                return
             for text in left_out:
                 book.complain(text)
             found = [(*item.manifest.key, item.manifest.world, item.path.name) for item in stored]

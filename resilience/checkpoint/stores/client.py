@@ -133,9 +133,9 @@ class Client:
         found: bytes = self.call("cat_file", self.at(name), start=start, end=end, nbytes=max(0, nbytes))
         return found
 
-    def put(self, name: str, data: bytes) -> None:
-        """Write an object, whatever was there."""
-        self.call("pipe_file", self.at(name), data, nbytes=len(data))
+    def put(self, name: str, data: bytes) -> str:
+        """Write an object, whatever was there; return its edition, where the store tells."""
+        return _edition(self.call("pipe_file", self.at(name), data, nbytes=len(data)))
 
     def create(self, name: str, data: bytes) -> None:
         """Write an object that is not there yet. Raises ``FileExistsError``, but not for one with these very bytes: it is ours."""
@@ -149,18 +149,17 @@ class Client:
                     return
             raise FileExistsError(errno.EEXIST, "it is there already", str(self.url / name)) from error
 
-    def replace(self, name: str, data: bytes, edition: str) -> None:
-        """Write an object in the place of one that was looked at. Raises ``FileExistsError`` if that has changed meanwhile."""
+    def replace(self, name: str, data: bytes, edition: str) -> str:
+        """Write an object in the place of one that was looked at; return its edition. Raises ``FileExistsError`` if that has
+        changed meanwhile, ``FileNotFoundError`` if it is gone. Where there are no editions, it is overwritten."""
         if not self.is_s3 or not edition:
-            self.put(name, data)
-            return
+            return self.put(name, data)
         try:
-            self.call("pipe_file", self.at(name), data, IfMatch=edition)
-        except Exception as error:
-            if isinstance(error, OSError) and error.errno == errno.ENOSYS:
-                self.put(name, data)
-                return
-            if not is_refused(error) and not isinstance(error, FileNotFoundError):
+            return _edition(self.call("pipe_file", self.at(name), data, IfMatch=edition))
+        except OSError as error:
+            if error.errno == errno.ENOSYS:
+                return self.put(name, data)
+            if not is_refused(error):
                 raise
             raise FileExistsError(errno.EEXIST, "it has changed meanwhile", str(self.url / name)) from error
 
@@ -171,7 +170,7 @@ class Client:
 
     def edition(self, name: str) -> str:
         """Return what changes with the object, where the store has such a thing."""
-        return str(self.call("info", self.at(name)).get("ETag") or "")
+        return _edition(self.call("info", self.at(name)))
 
     def size(self, name: str) -> int:
         """Return the size of an object. Raises ``FileNotFoundError``."""
@@ -234,6 +233,10 @@ class Client:
                 with contextlib.suppress(FileNotFoundError):
                     kwargs = {"Bucket": bucket, "Key": upload["Key"], "UploadId": upload["UploadId"]}
                     self.call("call_s3", "abort_multipart_upload", **kwargs)
+
+
+def _edition(answer: Any) -> str:
+    return str(answer.get("ETag") or "") if isinstance(answer, dict) else ""
 
 
 def _file_system(url: Url) -> Any:

@@ -90,6 +90,7 @@ class Lease:
     def __init__(self, client: Client, run: str) -> None:
         self._client = client.hasty()
         self._me = Holder.here(run)
+        self._edition = ""  # of what we wrote last, where the store has such a thing
         self._lost: Holder | None = None
         self._turn = threading.Lock()  # between the thread and whoever says something
         self._over = threading.Event()
@@ -117,7 +118,7 @@ class Lease:
             seen = self._client.read(NAME)
             if not Holder.of(seen).is_gone():
                 self._wait_for_a_sign(seen)
-            self._client.replace(NAME, self._me.as_bytes(), edition)
+            self._edition = self._client.replace(NAME, self._me.as_bytes(), edition)
         except (FileNotFoundError, FileExistsError):
             return False
         return Holder.of(self._client.read(NAME)).token == self._me.token
@@ -140,7 +141,7 @@ class Lease:
             self._client.create(NAME, Holder.here("").as_bytes())
         except FileExistsError:
             return
-        self._client.put(NAME, self._me.as_bytes())
+        self._edition = self._client.put(NAME, self._me.as_bytes())
         _LOG.warning(
             "%s: this store takes no notice of conditions (If-None-Match): two jobs that begin here at the same time are not kept "
             "apart. See to it that there is one.",
@@ -188,21 +189,25 @@ class Lease:
     def _renew(self) -> None:
         """Write our name anew, unless another one is there."""
         self._me = dataclasses.replace(self._me, beat=self._me.beat + 1)
+        edition, self._edition = self._edition, ""
         try:
-            edition = self._client.edition(NAME)
-            found = Holder.of(self._client.read(NAME))
-            if found.token != self._me.token:
-                self._lost = found
-                _LOG.error(
-                    "%s: another job has taken this place (%s). Nothing more is written.", self._client.url, _who(found)
-                )
-                return
-            self._client.replace(NAME, self._me.as_bytes(), edition)
+            if edition or self._is_ours():
+                self._edition = self._client.replace(NAME, self._me.as_bytes(), edition)
         except FileNotFoundError:
             with contextlib.suppress(FileExistsError):  # then the next look says who
                 self._client.create(NAME, self._me.as_bytes())
         except FileExistsError:
-            pass  # somebody is changing it: the next look says who
+            self._is_ours()  # or an answer was lost, and it is what we wrote ourselves
+
+    def _is_ours(self) -> bool:
+        """Look whose name is there."""
+        found = Holder.of(self._client.read(NAME))
+        if found.token != self._me.token and self._lost is None:
+            self._lost = found
+            _LOG.error(
+                "%s: another job has this place now (%s). Nothing more is written.", self._client.url, _who(found)
+            )
+        return self._lost is None
 
 
 def _who(holder: Holder) -> str:

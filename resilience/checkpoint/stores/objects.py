@@ -37,7 +37,6 @@ from resilience.errors import CheckpointError
 _LOG = logging.getLogger("resilience.checkpoint")
 _HERE, _GONE = f"{PARTIAL}here-", f"{PARTIAL}gone-"
 _AT_ONCE = 8
-_WORDS = 4096
 Listing = Mapping[str, Mapping[str, Any]]
 
 
@@ -100,7 +99,7 @@ class Bucket:
     def _undo(self, client: Client, intent: str) -> None:
         """Remove the folder that an object names, unless it is a checkpoint, and then that object."""
         with contextlib.suppress(FileNotFoundError):
-            folder = client.read(intent, 0, _WORDS).decode("ascii", "replace")
+            folder = client.read(intent).decode("ascii", "replace")
             if STEP.match(folder) and not client.exists(f"{folder}/{manifest.NAME}"):
                 client.remove_folder(folder)
             client.remove(intent)
@@ -109,7 +108,7 @@ class Bucket:
         """Leave an object by which other nodes know that they have the same place; return its name."""
         self._unmark()
         self._mark = f"{_HERE}{secrets.token_hex(8)}"
-        self._hasty.put(self._mark, b"")
+        self._hasty.put(self._mark, b"here")
         return self._mark
 
     def sees(self, mark: str) -> bool:
@@ -155,9 +154,7 @@ class Bucket:
 
     def _stored(self, client: Client, complain: Callable[[str], None]) -> list[Stored]:
         top = client.listed()
-        unfinished = self._named(
-            client, [name for name in top if name.startswith(PARTIAL) and not name.startswith(_HERE)]
-        )
+        unfinished = self._unfinished(client, top)
 
         def look(name: str) -> Stored | str | None:
             try:
@@ -179,17 +176,17 @@ class Bucket:
         whole = [item for item in found if isinstance(item, Stored)]
         return sorted(whole, key=lambda item: (item.manifest.key, number_of(item.path.name)), reverse=True)
 
-    def _named(self, client: Client, intents: Sequence[str]) -> set[str]:
+    def _unfinished(self, client: Client, top: Listing) -> set[str]:
         """Return the folders that are being written or removed."""
         found = set()
-        for intent in intents:
+        for intent in [name for name in top if name.startswith(PARTIAL) and not name.startswith(_HERE)]:
             with contextlib.suppress(FileNotFoundError):
-                found.add(client.read(intent, 0, _WORDS).decode("ascii", "replace"))
+                found.add(client.read(intent).decode("ascii", "replace"))
         return found
 
     def _read(self, client: Client, name: str, rows: Listing) -> Manifest:
         if ASIDE in rows:
-            why = client.read(f"{name}/{ASIDE}", 0, 1000).decode(errors="replace")
+            why = client.read(f"{name}/{ASIDE}", 0, min(1000, int(rows[ASIDE]["size"]))).decode(errors="replace")
             raise ManifestError(f"it was set aside: {why}")
         row = rows.get(manifest.NAME, {})
         edition = row.get("ETag") or (row.get("size"), row.get("mtime"), row.get("created"))
@@ -236,7 +233,7 @@ class Bucket:
     def _free_name(self, step: int) -> str:
         """Return a name that comes after those that a step has already: of two saves of one step that says which is newer."""
         top = self._client.listed()
-        begun = self._named(self._client, [name for name in top if name.startswith(PARTIAL)])
+        begun = self._unfinished(self._client, top)
         start = f"step-{step:08d}"
         taken = [number_of(name) for name in {*top, *begun} if STEP.match(name) and name.partition(".")[0] == start]
         return f"{start}{f'.{max(taken) + 1}' if taken else ''}"
@@ -274,7 +271,7 @@ class Bucket:
     def commit(self, folder: str, contents: Manifest) -> None:
         """Make a checkpoint of a folder in which every file is: if we still have the place, and nobody else has made one of it."""
         if self._lease is not None:
-            self._lease.confirm()
+            self._client.again(self._lease.confirm, self._client.patience())
         name = self._names[folder]
         check_sizes(contents, {**self._client.listed(name), manifest.NAME: {}})
         try:
@@ -312,13 +309,14 @@ class Bucket:
         """
         self._clear()
         for_good = Every(steps=keep_every)
-        whole = self._stored(self._client, lambda text: None)
+        client = self._hasty  # nobody waits for it, and nobody may have to wait for it at the end
+        whole = self._stored(client, lambda text: None)
         gone = [item for item in whole[max(1, keep) :] if not for_good.has(item.manifest.step)]
         for item in gone:
             name = item.path.name
-            self._client.put(f"{_GONE}{name}", name.encode())
-            self._client.remove(f"{name}/{manifest.NAME}")
-            self._undo(self._client, f"{_GONE}{name}")
+            client.put(f"{_GONE}{name}", name.encode())
+            client.remove(f"{name}/{manifest.NAME}")
+            self._undo(client, f"{_GONE}{name}")
         return gone
 
 
