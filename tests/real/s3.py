@@ -29,6 +29,7 @@ class Server:
         self._folder = folder
         self._ports = dict(zip(PORTS, free_pairs(len(PORTS)), strict=True))
         self._process: subprocess.Popen[bytes] | None = None
+        self._files: Any = None
         self.url = f"http://127.0.0.1:{self._ports['s3']}"
         (folder / "data").mkdir()
         rights = {KEY: ["Admin", "Read", "Write", "List", "Tagging"], READER: ["Read", "List"]}
@@ -66,18 +67,20 @@ class Server:
         except Exception:  # noqa: BLE001 - whatever: it is not there yet
             return False
 
-    def files(self, **options: Any) -> Any:
-        """Return fsspec's view of it, made anew."""
-        limits = {"connect_timeout": 2, "read_timeout": 5, "retries": {"max_attempts": 1}}
-        made = fsspec.filesystem(
-            "s3",
-            **{"key": KEY, "secret": SECRET, "endpoint_url": self.url, **options},
-            config_kwargs=limits,
-            skip_instance_cache=True,
-            use_listings_cache=False,
-        )
-        made.retries = 1
-        return made
+    def files(self) -> Any:
+        """Return fsspec's view of it."""
+        if self._files is None:
+            self._files = fsspec.filesystem(
+                "s3",
+                key=KEY,
+                secret=SECRET,
+                endpoint_url=self.url,
+                config_kwargs={"connect_timeout": 2, "read_timeout": 5, "retries": {"max_attempts": 1}},
+                skip_instance_cache=True,
+                use_listings_cache=False,
+            )
+            self._files.retries = 1
+        return self._files
 
     def kill(self) -> None:
         """End it at once; on SIGTERM it would take half a minute."""

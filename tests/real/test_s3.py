@@ -182,6 +182,7 @@ def test_flipped_bit_in_the_newest_object_is_found_and_the_one_before_it_is_rest
         assert torch.equal(checkpoint.load_state()["x"], state(1, 0)["x"])
 
 
+@pytest.mark.timeout(400)
 def test_two_nodes_make_one_checkpoint_of_what_each_has_uploaded(server: Server, url: str, tmp_path: Path) -> None:
     names_of = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_ENDPOINT_URL", "AWS_DEFAULT_REGION")
     env = {name: os.environ[name] for name in names_of}

@@ -201,11 +201,14 @@ class Client:
             self.call("rm_file", self.at(name))
 
     def make_folder(self, folder: str = "") -> None:
-        """Make a folder, where the store has such things. Where it has none, the bucket must be there: some would make one."""
+        """Make a folder, where the store has such things."""
+        if not self.is_s3:
+            self.call("makedirs", self.at(folder) if folder else self.root, exist_ok=True)
+
+    def look_for_bucket(self) -> None:
+        """Raise ``FileNotFoundError`` if there is none: some stores would make one, and in none that is there is anything."""
         if self.is_s3:
             self.call("call_s3", "head_bucket", Bucket=self.root.partition("/")[0])
-        else:
-            self.call("makedirs", self.at(folder) if folder else self.root, exist_ok=True)
 
     def remove_folder(self, folder: str) -> None:
         """Remove everything in a folder: what is there, and what was being uploaded."""

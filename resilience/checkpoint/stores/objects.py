@@ -77,6 +77,7 @@ class Bucket:
         if self._lease is not None:
             return
         try:
+            self._hasty.look_for_bucket()
             self._hasty.make_folder()
             lease = Lease(self._client, run)
             lease.take()
@@ -154,6 +155,8 @@ class Bucket:
 
     def _stored(self, client: Client, complain: Callable[[str], None]) -> list[Stored]:
         top = client.listed()
+        if not top:
+            client.look_for_bucket()
         unfinished = self._unfinished(client, top)
 
         def look(name: str) -> Stored | str | None:
@@ -226,8 +229,7 @@ class Bucket:
             except FileExistsError:  # another node was quicker
                 with contextlib.suppress(FileNotFoundError):
                     self._names[folder] = self._client.read(intent).decode("ascii")
-        if not self._client.is_s3:
-            self._client.make_folder(self._names[folder])
+        self._client.make_folder(self._names[folder])
         return self.path / self._names[folder]
 
     def _free_name(self, step: int) -> str:
