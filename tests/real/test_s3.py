@@ -376,6 +376,17 @@ def test_prune_that_was_cut_short_is_finished_and_the_newest_always_stays(
     assert names(server, url) == ["step-00000003/manifest.json", "step-00000003/rank-00000.values"]
 
 
+def test_upload_that_was_begun_and_never_used_is_gone_with_the_commit(server: Server, url: str) -> None:
+    it = bucket(url)
+    folder, contents = begun(it, 1)
+    key = f"{url.removeprefix('s3://test-bucket/')}/step-00000001/rank-00000.values"
+    server.files().call_s3("create_multipart_upload", Bucket="test-bucket", Key=key)
+    assert uploads(server, url) == [key]
+    it.commit(folder, contents)
+    assert uploads(server, url) == []
+    assert steps(url) == [1]
+
+
 def test_manifest_is_not_put_if_an_object_is_not_there_in_full(server: Server, url: str) -> None:
     it = bucket(url)
     folder, contents = begun(it, 1)

@@ -284,6 +284,7 @@ class Bucket:
         self._names.pop(folder)
         with contextlib.suppress(Exception):  # where there is a manifest the next job does no more than this
             self._hasty.remove(f"{PARTIAL}{folder}")
+            self._hasty.abort_uploads(f"{name}/")  # begun twice, since the first answer was lost
 
     def discard(self, folder: str) -> None:
         """Remove what was written into a folder that will not become a checkpoint. What can't be removed now is, later."""
