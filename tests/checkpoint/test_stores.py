@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import json
 import subprocess
 import sys
 import time
@@ -313,6 +314,40 @@ def test_claim_without_signs_of_life_is_taken_over_and_its_holder_is_told(
     bucket.close()
     assert Client(second.path).exists(".lock"), "the second one's, which the first does not remove"
     second.close()
+
+
+@pytest.mark.parametrize("text", [b"", b"{}", b"[" * 9999, b'{"token": 1}', b"null", bytes(range(256))])
+def test_claim_that_nobody_can_read_counts_as_one_until_it_is_seen_to_be_dead(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch, text: bytes
+) -> None:
+    monkeypatch.setattr(lease, "DEAD_S", 0.3)
+    Client(bucket.path).put(".lock", text)
+    bucket.claim("job")
+    bucket.close()
+    assert names(bucket) == []
+
+
+def test_holder_whose_pid_is_none_is_not_looked_for() -> None:
+    here = lease.Holder.here("job")
+    assert not here.is_gone()
+    for pid in (0, -1, "1", None):
+        assert not lease.Holder.of(json.dumps({**vars(here), "pid": pid}).encode()).is_gone()
+    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
+        ended.wait()
+    assert lease.Holder.of(json.dumps({**vars(here), "pid": ended.pid}).encode()).is_gone()
+    assert not lease.Holder.of(json.dumps({**vars(here), "pid": ended.pid, "realm": "elsewhere"}).encode()).is_gone()
+
+
+def test_store_that_takes_no_notice_of_conditions_is_said_and_the_claim_is_ours_all_the_same(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(Client, "create", Client.put)
+    with caplog.at_level("WARNING"):
+        bucket.claim("job")
+    assert "takes no notice of conditions" in caplog.text
+    bucket.commit(*begun(bucket, 1))
+    bucket.close()
+    assert [item.manifest.step for item in bucket.stored()] == [1]
 
 
 def test_claim_that_somebody_removed_is_made_anew(bucket: Bucket) -> None:

@@ -119,7 +119,8 @@ def test_what_is_saved_is_restored_from_the_store_in_the_layout_of_a_directory(
             assert checkpoint.wait().level is Level.DURABLE
     wanted = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     files = ["manifest.json", "rank-00000.safetensors", "rank-00000.values"]
-    assert names(server, url) == [f"step-0000000{step}/{file}" for step in (1, 2) for file in files]
+    kept = [f"step-0000000{step}/{file}" for step in (1, 2) for file in files]
+    wait_for(lambda: names(server, url) == kept, "the first one and the claim to be removed", 20)
     assert uploads(server, url) == []
 
     other = torch.nn.Linear(2000, 2000)

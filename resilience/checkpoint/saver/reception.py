@@ -74,11 +74,8 @@ class Reception:
             left_out: list[str] = []
             try:
                 stored = book.directory.stored(left_out.append)
-            except (
-                CheckpointError,
-                OSError,
-            ) as error:  # an object store that can't be reached: all ranks must hear of it
-                self._call_off(book, str(error))
+            except (CheckpointError, OSError) as error:
+                self._call_off(book, str(error))  # an object store that can't be reached: all ranks must hear of it
                 return
             for text in left_out:
                 book.complain(text)

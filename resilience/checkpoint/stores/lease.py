@@ -65,7 +65,7 @@ class Holder:
 
     def is_gone(self) -> bool:
         """Whether it is a process of this host that is no more."""
-        if not self.realm or self.realm != _realm():
+        if not self.realm or self.realm != _realm() or type(self.pid) is not int or self.pid <= 0:
             return False
         try:
             os.kill(self.pid, 0)
