@@ -134,12 +134,12 @@ class FlashCheckpoint:
                 collect=self._collect,
                 timeout=self._restore_timeout,
             )
-            stored = stores.opened(self.directory).stored()
+            in_memory = [seal.step for seal in stager.ledger.seals()]
+            return stager, Turns(self.directory, turns.earlier_step(self.directory, in_memory))
         except BaseException:
             self._closed = True
             self._link.close()
             raise
-        return stager, Turns(self.directory, stored[0].manifest.step if stored else None)
 
     # -- saving -----------------------------------------------------------------------------------------------------
 

@@ -444,6 +444,56 @@ def test_server_that_stands_still_for_a_while_has_it_when_it_goes_on(
     assert steps(url) == [0]
 
 
+OUTAGE = """
+import os, sys, time, torch, pathlib
+from resilience.checkpoint.flash import FlashCheckpoint
+url, folder, first = sys.argv[1], pathlib.Path(sys.argv[2]), sys.argv[3] == "first"
+
+def tell(what): (folder / what).touch()
+
+def hear(what):
+    while not (folder / what).exists(): time.sleep(0.02)
+
+if first:
+    checkpoint = FlashCheckpoint(url, disk_every=None)
+    checkpoint.save_state(0, {"n": 0})
+    checkpoint.wait()
+    tell("durable")
+    hear("killed")
+    checkpoint.save_state(1, {"n": 1})
+    checkpoint.wait(level="COMPLETE", timeout=20)
+    os._exit(1)
+hear("ended")
+with FlashCheckpoint(url) as checkpoint:
+    assert checkpoint.load_state() == {"n": 1}
+    tell("restored")
+"""
+
+
+def test_rank_that_dies_while_the_server_is_down_comes_back_from_memory(
+    server: Server, url: str, saver_home: Path, tmp_path: Path
+) -> None:
+    def started(which: str) -> subprocess.Popen[bytes]:
+        env = {**os.environ, "TMPDIR": str(saver_home)}
+        return subprocess.Popen([sys.executable, "-c", OUTAGE, url, str(tmp_path), which], env=env)
+
+    with started("first") as first, started("second") as second:
+        try:
+            wait_for((tmp_path / "durable").exists, "the first step to be durable")
+            server.kill()
+            (tmp_path / "killed").touch()
+            assert first.wait(60) == 1
+            (tmp_path / "ended").touch()
+            wait_for(
+                lambda: (tmp_path / "restored").exists() or second.poll() is not None, "the second to restore", 100
+            )
+            assert (tmp_path / "restored").exists()
+        finally:
+            server.start()
+            assert second.wait(100) == 0
+    wait_for(lambda: steps(url)[0] == 1, "it to be durable, now that the server is back", 60)
+
+
 def test_server_that_does_not_come_back_fails_the_save_in_words_and_the_next_one_is_kept(
     server: Server, url: str, saver_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 from resilience.checkpoint import decisions
 from resilience.checkpoint.decisions import Key
 from resilience.checkpoint.ledger import L_ALIVE, L_ATTEMPT, L_FAILURES, L_GENERATION, L_SERIAL
+from resilience.checkpoint.saver import clerk
 from resilience.checkpoint.saver.chair import GONE_S, Chair, Message
 from resilience.checkpoint.saver.council import Council
 from resilience.checkpoint.saver.member import Member, Snapshot
@@ -106,8 +107,8 @@ class Book:
         came_again = member is not None and member.cycle == cycle.number and member.pid not in (0, pid)
         if cycle == self.cycle and not came_again:
             return
-        stored = [item.manifest.generation for item in self.directory.stored(self.complain)]
-        self.generation = max([self.generation, self.roll.generation(), *stored])
+        known = max(self.generation, self.roll.generation())
+        self.generation = max(known, clerk.newest_generation(self.directory, known, self.complain))
         self._assemble(cycle, again=False)
         self.tries.begin()
         for other in self.roll.members.values():  # of a cycle without numbers: they will come again too

@@ -169,6 +169,18 @@ def prune(directory: Storage, keep: int, keep_every: int) -> None:
         _LOG.warning("%s: what need not be kept could not be removed: %s", directory.path, error)
 
 
+def newest_generation(directory: Storage, known: int, complain: Callable[[str], None]) -> int:
+    """Return the newest generation that is stored. Where nobody can look, and some are ``known`` (to ranks that are here, so that
+    the place is ours and nobody else has written there), that is said, and 0 is returned."""
+    try:
+        return max((item.manifest.generation for item in directory.stored(complain)), default=0)
+    except (CheckpointError, OSError) as error:
+        if not known:
+            raise
+        complain(f"{error} The job goes on with what is in memory.")
+        return 0
+
+
 def parts_of(slot: Slot, seal: Seal) -> tuple[memoryview, memoryview, memoryview]:
     """Return header, data and values of a sealed slot. Raises ``CheckpointError`` if header or values are not what was sealed."""
     header, data, values = _views_of(slot, seal)

@@ -47,6 +47,8 @@ _FOR_GOOD = {
 _REFUSED = {"PreconditionFailed", "412", "ConditionalRequestConflict"}
 _known: dict[tuple[int, str], Any] = {}  # file systems, by process and what stands in front of the path
 _making = threading.Lock()
+_said: dict[str, float] = {}  # by place: when it was said last that it can't be reached
+_SAY_EVERY_S = 30.0
 
 
 class Patience:
@@ -92,7 +94,7 @@ class Client:
 
     def again(self, act: Callable[[], T], patience: Patience) -> T:
         """Do something, and do it again as long as the patience lasts, if what went wrong may pass."""
-        pause, said = _PAUSE_S, False
+        pause = _PAUSE_S
         while True:
             try:
                 found = act()
@@ -104,11 +106,16 @@ class Client:
                     if told is error:
                         raise
                     raise told from error
-                if not said:
-                    _LOG.info("%s: %s; trying again for %.0f s.", self.url, in_words(error), patience.left())
-                said = True
+                self._say(error)
                 time.sleep(pause * random.uniform(0.5, 1.0))
                 pause = min(2 * pause, _MAX_PAUSE_S)
+
+    def _say(self, error: Exception) -> None:
+        """Say that something is tried again, but not too often: several threads may be at it, again and again."""
+        now = time.monotonic()
+        if now - _said.get(str(self.url), -_SAY_EVERY_S) >= _SAY_EVERY_S:
+            _said[str(self.url)] = now
+            _LOG.info("%s: %s; trying again for a while.", self.url, in_words(error))
 
     def _once(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], timeout: float) -> Any:
         if not self._fs.async_impl:
