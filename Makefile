@@ -11,7 +11,7 @@ help:
 	@echo "make demo       two ranks train, one is killed, later one hangs; the job survives both"
 	@echo "make test       the test suite: pip packages only, no root"
 	@echo "make test-long  more fault tests with several launchers; part of test-real"
-	@echo "make test-real  tests that need root and Debian packages (network namespaces)"
+	@echo "make test-real  tests that need root and Debian packages (network namespaces), and an S3 server from PyPI"
 	@echo "make lint       ruff and mypy"
 	@echo "make bench      the benchmarks; BENCH_NVRX=VENV adds the peer"
 	@echo "make soak       the long form of the fault tests"
@@ -43,6 +43,7 @@ test-long: setup
 test-real: setup test-long
 	@test "$$(id -u)" = 0 || { echo "make test-real needs root"; exit 1; }
 	@command -v ip >/dev/null || { apt-get update -qq && apt-get install -y -qq iproute2; }
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[real]'
 	$(BIN)/python -m pytest tests/real
 
 soak: setup

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-_MARK = "TESTS_SESSION"
+MARK = "TESTS_SESSION"
 _GRACE_S = 5.0  # what was told to end may need a moment on a busy machine
 
 
@@ -30,7 +30,7 @@ def children() -> dict[int, str]:
 
 def descendants() -> dict[int, str]:
     """Return every live process that carries this session's mark, orphans included: pid and command line."""
-    mark = f"{_MARK}={os.environ[_MARK]}".encode()
+    mark = f"{MARK}={os.environ[MARK]}".encode()
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):
         pid = int(folder.name)
@@ -55,9 +55,9 @@ def _command_of(pid: int) -> str | None:
 @pytest.fixture(scope="session", autouse=True)
 def session_mark() -> Iterator[None]:
     """Name this session in the environment, for whatever the tests start."""
-    os.environ[_MARK] = uuid.uuid4().hex
+    os.environ[MARK] = uuid.uuid4().hex
     yield
-    del os.environ[_MARK]
+    del os.environ[MARK]
 
 
 @pytest.fixture(autouse=True)

@@ -15,9 +15,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from resilience.checkpoint import digest, hire, shards, storage
+from resilience.checkpoint import digest, hire, shards, storage, stores
 from resilience.checkpoint.manifest import File
-from resilience.checkpoint.storage import Directory, Stored, in_words
+from resilience.checkpoint.storage import in_words
+from resilience.checkpoint.stores import Kept, Storage
 from resilience.errors import CheckpointError
 
 _NOBODY_READS = 128 + signal.SIGPIPE  # what a shell says of a program that SIGPIPE ended
@@ -41,7 +42,7 @@ def _run(argv: list[str]) -> int:
 
     def command(name: str, text: str, act: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:
         made = commands.add_parser(name, help=text, description=text)
-        made.add_argument("directory", type=Path, help="where the checkpoints are")
+        made.add_argument("directory", type=_place, help="where the checkpoints are: a directory, or a URL")
         made.set_defaults(act=act)
         return made
 
@@ -82,19 +83,24 @@ def _run(argv: list[str]) -> int:
     made.add_argument("--keep", type=int, required=True, help="how many stay")
     made.add_argument("--keep-every", type=int, default=0, help="steps that stay for good: every so many")
     args = parser.parse_args(argv)
-    if not args.directory.is_dir() and args.act is not take_over:
+    if isinstance(args.directory, Path) and not args.directory.is_dir() and args.act is not take_over:
         raise CheckpointError(f"{args.directory} is no directory.")
     code: int = args.act(args)
     return code
+
+
+def _place(text: str) -> stores.Where:
+    place = stores.where(text)
+    return Path(text) if isinstance(place, Path) and "://" not in text else place  # as it was given: for people
 
 
 def _say(text: str) -> None:
     sys.stdout.write(f"{text}\n")
 
 
-def _chosen(args: argparse.Namespace) -> Stored:
+def _chosen(args: argparse.Namespace) -> Kept:
     wrong: list[str] = []
-    found = Directory(args.directory).stored(wrong.append)
+    found = stores.opened(args.directory).stored(wrong.append)
     sys.stderr.write("".join(f"{text}\n" for text in wrong))
     fitting = [item for item in found if args.step is None or item.manifest.step == args.step]
     if not fitting:
@@ -106,7 +112,7 @@ def _chosen(args: argparse.Namespace) -> Stored:
 def list_all(args: argparse.Namespace) -> int:
     """List the checkpoints."""
     wrong: list[str] = []
-    stored = Directory(args.directory).stored(wrong.append)
+    stored = stores.opened(args.directory).stored(wrong.append)
     for item in stored:
         it = item.manifest
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(it.created))
@@ -128,7 +134,7 @@ def show(args: argparse.Namespace) -> int:
     _say(f"step {it.step}, generation {it.generation}, cycle {it.cycle}, {it.world} ranks, {in_words(it.nbytes)}")
     _say(f"facts {json.dumps(it.facts)}")
     for file in it.shards:
-        for piece in shards.parse_header(_head(item.path / file.name, file), file.nbytes - file.head):
+        for piece in shards.parse_header(_head(args, item, file), file.nbytes - file.head):
             part = "" if piece.is_whole else f" {list(piece.shape)} from {list(piece.offsets)} on"
             _say(f"  rank {file.rank}  {piece.name}  {piece.dtype} {list(piece.whole)}{part}")
 
@@ -137,19 +143,19 @@ def show(args: argparse.Namespace) -> int:
             return repr(value)
         return f"<{value.name}>" if value.name else f"<made by the codec {value.form[1]!r}>"
 
-    values = _values(item, 0)
+    values = _values(stores.opened(args.directory), item, 0)
     for name, value in values.items() if isinstance(values, dict) else [("state", values)]:
         text = json.dumps(_shortened(value), default=plain, skipkeys=True, ensure_ascii=False)
         _say(f"  values of rank 0  {name}  {text}")
     return 0
 
 
-def _values(item: Stored, rank: int) -> Any:
+def _values(directory: Storage, item: Kept, rank: int) -> Any:
     """Return the values of a rank, as far as they can be read without the training script's code. No tensor is read."""
     from resilience.checkpoint import decoding, reading  # noqa: PLC0415
 
     file = next(file for file in item.manifest.values if file.rank == rank)
-    data = memoryview((item.path / file.name).read_bytes())
+    data = memoryview(directory.read(item.path.name, file.name, 0, file.nbytes))
     if digest.digests(data, file.chunk) != list(file.digests):
         raise CheckpointError(f"{item.path / file.name}: a digest is wrong.")
     with decoding.looks_only():
@@ -169,23 +175,21 @@ def _shortened(value: Any, most: int = 8) -> Any:
     return value
 
 
-def _head(path: Path, file: File) -> bytes:
-    with open(path, "rb") as opened:
-        return opened.read(file.head)
+def _head(args: argparse.Namespace, item: Kept, file: File) -> bytes:
+    return stores.opened(args.directory).read(item.path.name, file.name, 0, file.head)
 
 
 def verify(args: argparse.Namespace) -> int:
     """Read everything and check every digest."""
     wrong: list[str] = []
-    stored = [
-        item
-        for item in Directory(args.directory).stored(wrong.append)
-        if args.step is None or item.manifest.step == args.step
-    ]
+    directory = stores.opened(args.directory)
+    stored = [item for item in directory.stored(wrong.append) if args.step is None or item.manifest.step == args.step]
     for text in wrong:
         _say(text)
     for item in stored:
-        bad = [text for file in (*item.manifest.shards, *item.manifest.values) for text in _verified(item, file)]
+        bad = [
+            text for file in (*item.manifest.shards, *item.manifest.values) for text in _verified(directory, item, file)
+        ]
         wrong += bad
         _say(f"step {item.manifest.step}: {'; '.join(bad) if bad else 'good'}")
     if not stored:
@@ -193,14 +197,17 @@ def verify(args: argparse.Namespace) -> int:
     return 1 if wrong or not stored else 0
 
 
-def _verified(item: Stored, file: File) -> list[str]:
+def _verified(directory: Storage, item: Kept, file: File) -> list[str]:
     """Return what is wrong with a file, if anything."""
     known = list(file.digests)
-    with open(item.path / file.name, "rb") as opened:
-        found = [digest.digest(opened.read(file.head))] if file.head else []
-        for start, end in digest.chunks(file.nbytes - file.head, file.chunk):
-            found.append(digest.digest(opened.read(end - start)))
-            _progress(f"step {item.manifest.step}, {file.name}", file.head + end, file.nbytes)
+
+    def read(start: int, end: int) -> str:
+        return digest.digest(directory.read(item.path.name, file.name, start, end))
+
+    found = [read(0, file.head)] if file.head else []
+    for start, end in digest.chunks(file.nbytes - file.head, file.chunk):
+        found.append(read(file.head + start, file.head + end))
+        _progress(f"step {item.manifest.step}, {file.name}", file.head + end, file.nbytes)
     return [f"{item.path / file.name}: a digest is wrong"] if found != known else []
 
 
@@ -245,7 +252,7 @@ def prune(args: argparse.Namespace) -> int:
     """Remove all but the newest checkpoints."""
     if args.keep < 1:
         raise CheckpointError(f"--keep={args.keep}: at least one stays.")
-    directory = Directory(args.directory)
+    directory = stores.opened(args.directory)
     storage.patiently(lambda: directory.claim("resilience checkpoint prune"), hire.DEADLINE_S)
     try:
         for gone in directory.prune(args.keep, args.keep_every):

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
-from resilience.checkpoint import memory, plan, storage
+from resilience.checkpoint import memory, plan, stores
 from resilience.checkpoint.arena import make_slots
 from resilience.checkpoint.assembly import assemble
 from resilience.checkpoint.ledger import Ledger
@@ -25,7 +24,7 @@ def come(
     link: Link,
     place: Place,
     *,
-    directory: Path,
+    directory: stores.Where,
     number: int,
     parts: Sequence[Part],
     collect: Callable[[], tuple[Collected, bytes]],
@@ -55,14 +54,14 @@ def come(
     return stager
 
 
-def _estimate(made: Plan, values: int, parts: Sequence[Part], place: Place, directory: Path) -> int:
+def _estimate(made: Plan, values: int, parts: Sequence[Part], place: Place, directory: stores.Where) -> int:
     """Return how large a slot has to be, optimizer state that is yet to come included."""
     if not parts:
         return _UNPLANNED
     missing = memory.missing_optimizer_state(parts, place.local_world)
     total = aligned(made.data_bytes + missing) + aligned(len(made.header) * 4) + aligned(2 * values + (1 << 16))
-    free = storage.free_bytes(directory)
-    if free < total * place.local_world:
+    free = stores.opened(directory).free_bytes()
+    if free is not None and free < total * place.local_world:
         _LOG.warning(
             "%s has %.2f GB left, one checkpoint of this node takes about %.2f GB.",
             directory,

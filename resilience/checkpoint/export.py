@@ -24,7 +24,7 @@ import torch
 from resilience.checkpoint import decoding, reading
 from resilience.checkpoint.encoding import UnknownCodec
 from resilience.checkpoint.reading import Opened
-from resilience.checkpoint.storage import Stored
+from resilience.checkpoint.stores import Kept
 from resilience.errors import CheckpointError
 
 _BY_NAME = {".safetensors": "safetensors", "": "dcp", **dict.fromkeys((".pt", ".pth", ".bin", ".ckpt"), "torch")}
@@ -48,7 +48,7 @@ def import_all(modules: Sequence[str]) -> None:
             raise CheckpointError(f"--import={name}: {type(error).__name__}: {error}. Nothing was written.") from error
 
 
-def write(item: Stored, rank: int, form: str, target: Path) -> None:
+def write(item: Kept, rank: int, form: str, target: Path) -> None:
     """Write what rank ``rank`` would restore to ``target``, which does not exist yet. Raises :class:`CheckpointError`."""
     opened = _open(item, rank, only_tensors=form == "safetensors")
     writers = {"safetensors": _as_safetensors, "torch": _as_torch, "dcp": _as_dcp}
@@ -59,7 +59,7 @@ def write(item: Stored, rank: int, form: str, target: Path) -> None:
             raise CheckpointError(f"{item.path.name} is damaged: {wrong}. {target} was not written.")
 
 
-def _open(item: Stored, rank: int, only_tensors: bool) -> Opened:
+def _open(item: Kept, rank: int, only_tensors: bool) -> Opened:
     with decoding.looks_only() if only_tensors else contextlib.nullcontext():
         try:
             return reading.open_disk(item.path, item.manifest, rank)

@@ -30,6 +30,15 @@ def opened(path: Path) -> Iterator[tuple[BinaryIO, int]]:
         yield file, found.st_size
 
 
+def read_small(path: Path, limit: int) -> bytes:
+    """Return the contents of a file that can't be large. Raises ``OSError`` for one that is, and for what is no file: nobody takes
+    memory for a hole."""
+    with opened(path) as (file, nbytes):
+        if nbytes > limit:
+            raise OSError(errno.EFBIG, f"it is larger than {limit / 1e6:.3g} MB", str(path))
+        return file.read(limit)
+
+
 def write_small(path: Path, text: str) -> None:
     """Write a small file anew, whole or not at all. Raises ``OSError``. A link in its place is replaced, never followed."""
     temporary = path.with_name(f"{path.name}.new")

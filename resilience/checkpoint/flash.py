@@ -18,10 +18,9 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
-from resilience.checkpoint import options, progress, storage, turns
+from resilience.checkpoint import options, progress, stores, turns
 from resilience.checkpoint.attendant import Attendant
 from resilience.checkpoint.census import Census
 from resilience.checkpoint.coming import come
@@ -53,8 +52,9 @@ Taken = tuple[Collected, bytes, Later | None]  # tensors; everything else; how t
 class FlashCheckpoint:
     """Snapshots of everything that training consists of.
 
-    ``directory``: where checkpoints go. ``things``: what they are made of, by name: modules, optimizers, and anything with
-    ``state_dict()`` and ``load_state_dict()``. Slots are allocated here, before step 0; what does not fit is said here.
+    ``directory``: where checkpoints go, a path or a URL that fsspec knows. ``things``: what they are made of, by name: modules,
+    optimizers, and anything with ``state_dict()`` and ``load_state_dict()``. Slots are allocated here, before step 0; what does not
+    fit is said here.
 
     ``memory_every``: steps, a ``timedelta`` or ``"auto"`` between snapshots; 1: every call takes one. ``disk_every``: the same,
     between those that are written to disk; ``None``: only what is left at the end or after a failure. ``"auto"`` follows from what
@@ -97,7 +97,7 @@ class FlashCheckpoint:
             keep_every=(keep_every, 0),
             max_failures=(max_failures, 1),
         )
-        self.directory = Path(directory).absolute()
+        self.directory = stores.where(directory)
         self._place = Place.here()
         fails_every = mean_time_between_failures or options.DEVICE_FAILS_EVERY / self._place.world
         self._memory_every = Every.of("memory_every", memory_every)
@@ -136,12 +136,12 @@ class FlashCheckpoint:
                 collect=lambda: self._census.of_parts(self._parts),
                 timeout=self._restore_timeout,
             )
-            stored = storage.Directory(self.directory).stored()
+            in_memory = [seal.step for seal in stager.ledger.seals()]
+            return stager, Turns(self.directory, turns.earlier_step(self.directory, in_memory))
         except BaseException:
             self._closed = True
             self._link.close()
             raise
-        return stager, Turns(self.directory, stored[0].manifest.step if stored else None)
 
     # -- saving -----------------------------------------------------------------------------------------------------
 
@@ -324,7 +324,7 @@ class FlashCheckpoint:
         """Return the newest step that is complete in memory, or on disk; ``None`` where there is none."""
         self._refuse_if_closed()
         seals = [seal for seal in self._stager.ledger.seals() if seal.decision == COMPLETE]
-        stored = storage.Directory(self.directory).stored()
+        stored = stores.opened(self.directory).stored()
         keys = [seal.key for seal in seals] + [item.manifest.key for item in stored[:1]]
         return max(keys)[1] if keys else None
 

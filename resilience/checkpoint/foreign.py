@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
+from resilience.checkpoint import stores
 from resilience.checkpoint.flash import FlashCheckpoint
-from resilience.checkpoint.storage import Directory
 from resilience.errors import CheckpointError
 
 _METADATA = "torch.distributed.checkpoint.metadata"
@@ -53,7 +53,7 @@ def read(path: Path) -> dict[str, Any]:
     return found
 
 
-def take_over(path: Path, directory: Path, step: int, names: Mapping[str, str]) -> None:
+def take_over(path: Path, directory: stores.Where, step: int, names: Mapping[str, str]) -> None:
     """Write what :func:`read` finds into a directory of ours, as the state after ``step``. Any number of ranks restores it.
 
     ``names``: what its parts are called here, where that differs; those that are called nothing are left out.
@@ -63,9 +63,9 @@ def take_over(path: Path, directory: Path, step: int, names: Mapping[str, str]) 
         if not name.isidentifier():
             raise CheckpointError(f"{path}: {name!r} is no name of a part. Give it one: --name '{name}=model'.")
     held: dict[str, Any] = {name: _Held(as_we_have_it(part, state)) for name, part in state.items()}
-    if Directory(directory).stored():
+    if stores.opened(directory).stored():
         raise CheckpointError(f"{directory} has checkpoints already. Nothing was written. Give another directory.")
-    with FlashCheckpoint(directory, rng=False, disk_every=None, **held) as checkpoint:
+    with FlashCheckpoint(str(directory), rng=False, disk_every=None, **held) as checkpoint:
         checkpoint.save(step, disk=True)
 
 

@@ -18,6 +18,7 @@ from resilience.checkpoint import decoding, digest, files, shards
 from resilience.checkpoint.encoding import UnknownCodec
 from resilience.checkpoint.manifest import File, Manifest
 from resilience.checkpoint.source import Ref, Shard, Source
+from resilience.checkpoint.stores import Url, Where
 from resilience.errors import CheckpointError
 
 _THREADS = 4  # at most for memory, whatever the cores; for files always: they wait for the disk
@@ -112,7 +113,7 @@ def _sealed(memory: memoryview, where: Sequence[int], what: str) -> memoryview:
     return found
 
 
-def open_disk(path: Path, manifest: Manifest, rank: int) -> Opened:
+def open_disk(path: Where, manifest: Manifest, rank: int) -> Opened:
     """Open a checkpoint on disk. Everything that is read is checked; files that this rank needs nothing of are not opened. A rank
     that it knows nothing of is given what rank 0 had."""
     source, check = Source(), Check()
@@ -125,23 +126,27 @@ def open_disk(path: Path, manifest: Manifest, rank: int) -> Opened:
             source.add_later(functools.partial(_shard, path, file, check))
     mine = next(file for file in manifest.values if file.rank == rank)
     with _named(mine):
-        with _opened(path / mine.name, mine) as opened:
-            data = opened.read(mine.nbytes)
+        data = _contents(path / mine.name, mine)
         if digest.digests(memoryview(data), mine.chunk) != list(mine.digests):
             raise CheckpointError(f"{mine.name}: the digest is wrong")
         return Opened(source, decode(memoryview(data)), check, manifest.world, stranger)
 
 
-def _shard(path: Path, file: File, check: Check) -> Shard:
-    """Open a shard; it is checked from when it is first read."""
+def _shard(path: Where, file: File, check: Check) -> Shard:
+    """Open a shard. Its data is had, and checked, when it is first wanted."""
     with _named(file):
-        room, memory = _mapped(path / file.name, file)
-        view = memoryview(room)
-        length = shards.header_length(view[:8], file.nbytes)
-        if length != file.head or digest.digest(view[:length]) != file.digests[0]:
+        head = _head(path / file.name, file)
+        if shards.header_length(head[:8], file.nbytes) != file.head or digest.digest(head) != file.digests[0]:
             raise CheckpointError(f"{file.name}: the header is not the one that was written")
-        pieces = shards.parse_header(view[:length], file.nbytes - length)
-    return Shard(memory[length:], pieces, lambda: check.add(view[length:], file.chunk, file.digests[1:], file.name))
+        pieces = shards.parse_header(head, file.nbytes - file.head)
+
+    def data() -> torch.Tensor:
+        with _named(file):
+            room, memory = _mapped(path / file.name, file)
+        check.add(memoryview(room)[file.head :], file.chunk, file.digests[1:], file.name)
+        return memory[file.head :]
+
+    return Shard(data, pieces)
 
 
 @contextlib.contextmanager
@@ -166,10 +171,35 @@ def _opened(path: Path, file: File) -> Iterator[BinaryIO]:
         yield opened
 
 
-def _mapped(path: Path, file: File) -> tuple[mmap.mmap, torch.Tensor]:
+def _head(path: Where, file: File) -> memoryview:
+    """Return the header of a shard, as long as it should be."""
+    if isinstance(path, Url):
+        from resilience.checkpoint.stores import download  # noqa: PLC0415 - fsspec, only for those who want it
+
+        return memoryview(download.beginning(path, file.head))
     with _opened(path, file) as opened:
-        if file.nbytes == 0:  # has no header, and can't be mapped
+        if file.nbytes == 0:
             raise CheckpointError(f"{file.name} is empty")
+        return memoryview(opened.read(file.head))
+
+
+def _contents(path: Where, file: File) -> bytes:
+    """Return a file as it is."""
+    if isinstance(path, Url):
+        from resilience.checkpoint.stores import download  # noqa: PLC0415 - fsspec, only for those who want it
+
+        return download.contents(path, file.nbytes)
+    with _opened(path, file) as opened:
+        return opened.read(file.nbytes)
+
+
+def _mapped(path: Where, file: File) -> tuple[mmap.mmap, torch.Tensor]:
+    if isinstance(path, Url):
+        from resilience.checkpoint.stores import download  # noqa: PLC0415
+
+        room = download.mapped(path, file.nbytes)
+        return room, bytes_of(room)
+    with _opened(path, file) as opened:
         room = mmap.mmap(opened.fileno(), file.nbytes, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
     room.madvise(mmap.MADV_SEQUENTIAL)
     return room, bytes_of(room)

@@ -13,16 +13,16 @@ import mmap
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from resilience.checkpoint import garbage, progress, reading, storage
+from resilience.checkpoint import garbage, progress, reading, stores
 from resilience.checkpoint.encoding import UnknownCodec
 from resilience.checkpoint.link import Link, Place
 from resilience.checkpoint.reading import Opened
 from resilience.checkpoint.saver.restoring import Back
 from resilience.checkpoint.source import DamagedError
 from resilience.checkpoint.state import Part, Random
+from resilience.checkpoint.stores import Where
 from resilience.checkpoint.together import Together
 from resilience.errors import CheckpointError, NothingToRestore
 
@@ -40,7 +40,7 @@ class MisfitError(CheckpointError):
 def agree(
     link: Link,
     place: Place,
-    directory: Path,
+    directory: stores.Where,
     *,
     step: int | None,
     back: Back | None = None,
@@ -92,7 +92,7 @@ def agree(
     return None
 
 
-def _nothing_so_old(back: Back, answer: dict[str, Any], place: Place, directory: Path) -> str:
+def _nothing_so_old(back: Back, answer: dict[str, Any], place: Place, directory: Where) -> str:
     wanted = f"{back.steps} steps older than the newest" if back.steps or back.before is None else ""
     wanted += (" and " if wanted else "") + (f"below step {back.before}" if back.before is not None else "")
     there = ", ".join(f"step {step} ({where})" for step, where in answer.get("there", ()))
@@ -103,7 +103,7 @@ def _nothing_so_old(back: Back, answer: dict[str, Any], place: Place, directory:
     )
 
 
-def begin_afresh(step: int | None, allowed: bool, place: Place, directory: Path) -> None:
+def begin_afresh(step: int | None, allowed: bool, place: Place, directory: Where) -> None:
     """There is nothing to go on from: say so, or raise :class:`NothingToRestore` if that is not ``allowed``."""
     which = "no checkpoint" if step is None else f"no checkpoint of step {step}"
     if not allowed or step is not None:
@@ -168,8 +168,8 @@ def _damage(opened: Opened) -> str:
 def _open(answer: dict[str, Any], fds: list[int], place: Place, known: Callable[[int], mmap.mmap | None]) -> Opened:
     if answer["found"] == "memory":
         return reading.open_memory(answer, fds, place.rank, place.local_world, known)
-    path = Path(answer["path"])
-    return reading.open_disk(path, storage.read_manifest(path), place.rank)
+    path = stores.where(answer["path"])
+    return reading.open_disk(path, stores.read_manifest(path), place.rank)
 
 
 @dataclass(frozen=True)

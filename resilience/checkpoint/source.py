@@ -61,22 +61,23 @@ class Ref:
 
 
 class Shard:
-    """The data section of a shard, as bytes, and what is in it. ``use`` is called before it is first read."""
+    """The data section of a shard, as bytes or as what gets them when they are first wanted, and what is in it."""
 
-    def __init__(self, memory: torch.Tensor, pieces: Sequence[Piece], use: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, memory: torch.Tensor | Callable[[], torch.Tensor], pieces: Sequence[Piece]) -> None:
         self.pieces = pieces
         self._memory = memory
-        self._use: Callable[[], None] | None = use
-        self._views: dict[str, torch.Tensor] = {}
+        self._views: dict[str, torch.Tensor] | None = None
 
     def view(self, name: str) -> torch.Tensor:
         """Return a piece as a tensor over this memory."""
-        if self._use is not None:
-            use, self._use = self._use, None
-            use()
-            self._views = dict(
-                zip((piece.name for piece in self.pieces), plan.views(self._memory, self.pieces), strict=True)
-            )
+        if self._views is None:
+            try:
+                memory = self._memory if isinstance(self._memory, torch.Tensor) else self._memory()
+            except _BAD as error:
+                raise DamagedError(str(error)) from error
+            self._views = {
+                piece.name: view for piece, view in zip(self.pieces, plan.views(memory, self.pieces), strict=True)
+            }
         return self._views[name]
 
 

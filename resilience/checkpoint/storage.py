@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from resilience.checkpoint import digest, files, manifest, writing
 from resilience.checkpoint.manifest import File, Manifest, ManifestError
@@ -35,12 +35,15 @@ from resilience.checkpoint.schedule import Every
 from resilience.checkpoint.writing import Stopwatch, Writer
 from resilience.errors import CheckpointError
 
+if TYPE_CHECKING:
+    from resilience.checkpoint.stores import Kept
+
 _LOG = logging.getLogger("resilience.checkpoint")
 T = TypeVar("T")
-_STEP = re.compile(r"step-(\d+)(\.\d+)?\Z")
-_PARTIAL = ".partial-"
-_ASIDE = ".aside"
-_MAX_MANIFEST = 256 << 20  # of some 5,000 ranks
+STEP = re.compile(r"step-(\d+)(\.\d+)?\Z")
+PARTIAL = ".partial-"
+ASIDE = ".aside"
+MAX_MANIFEST = 256 << 20  # of some 5,000 ranks
 
 
 class DirectoryInUse(CheckpointError):  # noqa: N818 - reads as what it is
@@ -90,13 +93,13 @@ class Directory:
             os.close(fd)
             if error.errno not in (errno.EAGAIN, errno.EACCES):
                 raise
-            raise _in_use(self.path, holder) from None
+            raise in_use(self.path, holder) from None
         self._lock, self._run = fd, run
         self._sign({"run": run})
         self._sweep("")
 
     def _sweep(self, kind: str) -> None:
-        for path in self.path.glob(f"{_PARTIAL}{kind}*"):
+        for path in self.path.glob(f"{PARTIAL}{kind}*"):
             files.remove(path)
 
     def hold(self) -> None:
@@ -127,9 +130,13 @@ class Directory:
     def mark(self) -> str:
         """Leave a file by which other nodes know that they have the same directory; return its name."""
         self._unmark()
-        self._mark = self.path / f"{_PARTIAL}here-{secrets.token_hex(8)}"
+        self._mark = self.path / f"{PARTIAL}here-{secrets.token_hex(8)}"
         self._mark.touch()
         return self._mark.name
+
+    def sees(self, mark: str) -> bool:
+        """Whether what :meth:`mark` left on another node is here."""
+        return (self.path / mark).exists()
 
     def _unmark(self) -> None:
         if self._mark is not None:
@@ -160,29 +167,55 @@ class Directory:
         """Return the checkpoints that are whole as far as names and sizes go, newest first; ``complain`` of the others."""
         found = []
         for path in self.path.iterdir() if self.path.is_dir() else []:
-            if not _STEP.match(path.name):
+            if not STEP.match(path.name):
                 continue
             try:
-                if (path / _ASIDE).exists():
-                    why = read_small(path / _ASIDE, 1 << 20).decode(errors="replace")
+                if (path / ASIDE).exists():
+                    why = files.read_small(path / ASIDE, 1 << 20).decode(errors="replace")
                     raise ManifestError(f"it was set aside: {why[:1000]}")
                 found.append(Stored(path, read_manifest(path)))
             except (ManifestError, OSError) as error:
                 complain(f"{path}: {error}. It is left out.")
-        return sorted(found, key=lambda item: (item.manifest.key, _number(item.path)), reverse=True)
+        return sorted(found, key=lambda item: (item.manifest.key, number_of(item.path.name)), reverse=True)
+
+    def read(self, checkpoint: str, name: str, start: int, end: int) -> bytes:
+        """Return some bytes of a file of a checkpoint."""
+        with files.opened(self.path / checkpoint / name) as (file, _):
+            file.seek(start)
+            return file.read(end - start)
+
+    def recall(self, name: str) -> bytes:
+        """Return a small file that :meth:`note` left."""
+        return files.read_small(self.path / name, 1 << 20)
+
+    def note(self, name: str, text: str) -> None:
+        """Keep a small file beside the checkpoints."""
+        files.write_small(self.path / name, text)
+
+    def free_bytes(self) -> int:
+        """Return how much may still be written."""
+        return free_bytes(self.path)
 
     # -- writing ----------------------------------------------------------------------------------------------------
 
     def partial(self, folder: str) -> Path:
         """Return a folder to write parts of a checkpoint into; several nodes may use it at the same time."""
         self.hold()
-        path = self.path / f"{_PARTIAL}{folder}"
+        path = self.path / f"{PARTIAL}{folder}"
         path.mkdir(exist_ok=True)
         return path
 
+    def write(self, folder: str, name: str, rank: int, head: bytes, data: memoryview, **how: Any) -> File:
+        """Write a file into a folder, see :func:`write_file`."""
+        return write_file(self.path / f"{PARTIAL}{folder}" / name, rank, head, data, **how)
+
+    def settle(self, folder: str) -> None:
+        """Have the names of what was written into a folder on the disk."""
+        sync(self.path / f"{PARTIAL}{folder}")
+
     def commit(self, folder: str, contents: Manifest) -> None:
         """Make a checkpoint of a folder in which every file is on the disk: manifest first, then its name."""
-        path = self.path / f"{_PARTIAL}{folder}"
+        path = self.path / f"{PARTIAL}{folder}"
         write_manifest(path, contents)
         sync(path)
         path.rename(self._free_name(contents.step))
@@ -190,17 +223,18 @@ class Directory:
 
     def discard(self, folder: str) -> None:
         """Remove what was written into a folder that will not become a checkpoint."""
-        files.remove(self.path / f"{_PARTIAL}{folder}")
+        files.remove(self.path / f"{PARTIAL}{folder}")
 
     def _free_name(self, step: int) -> Path:
         """Return a name that comes after those that a step has already: of two saves of one step that says which is newer."""
-        taken = [_number(path) for path in self.path.glob(f"step-{step:08d}*") if _STEP.match(path.name)]
+        taken = [number_of(path.name) for path in self.path.glob(f"step-{step:08d}*") if STEP.match(path.name)]
         return self.path / f"step-{step:08d}{f'.{max(taken) + 1}' if taken else ''}"
 
-    def set_aside(self, item: Stored, why: str) -> None:
+    def set_aside(self, item: Kept, why: str) -> None:
         """Have a checkpoint no longer count. It stays, for whoever wants to look."""
-        files.write_small(item.path / _ASIDE, why)
-        sync(item.path)
+        folder = self.path / item.path.name
+        files.write_small(folder / ASIDE, why)
+        sync(folder)
 
     def prune(self, keep: int, keep_every: int = 0) -> list[Stored]:
         """Remove all but the newest ``keep`` checkpoints (and those of every ``keep_every``-th step); return what is gone.
@@ -213,20 +247,20 @@ class Directory:
         gone = [item for item in self.stored()[max(1, keep) :] if not for_good.has(item.manifest.step)]
         for item in gone:
             # A name of its own: one of the same step may have been impossible to remove.
-            leaving = self.path / f"{_PARTIAL}gone-{item.path.name}-{secrets.token_hex(4)}"
+            leaving = self.path / f"{PARTIAL}gone-{item.path.name}-{secrets.token_hex(4)}"
             item.path.rename(leaving)
             sync(self.path)
             files.remove(leaving)
         return gone
 
 
-def _number(path: Path) -> int:
+def number_of(name: str) -> int:
     """Return which one of several checkpoints of one step it is, by its name."""
-    found = _STEP.match(path.name)
+    found = STEP.match(name)
     return int(found[2][1:]) if found and found[2] else 1
 
 
-def _in_use(path: Path, holder: str) -> DirectoryInUse:
+def in_use(path: object, holder: str) -> DirectoryInUse:
     """Say who has a directory, as far as its lock tells."""
     try:
         known = json.loads(holder)
@@ -260,7 +294,7 @@ def patiently(claim: Callable[[], T], patience: float) -> T:
 def read_manifest(path: Path) -> Manifest:
     """Read a checkpoint's manifest and look whether every file is there, in full. Raises ``ManifestError`` or ``OSError``."""
     try:
-        found = Manifest.from_bytes(read_small(path / manifest.NAME, _MAX_MANIFEST))
+        found = Manifest.from_bytes(files.read_small(path / manifest.NAME, MAX_MANIFEST))
     except FileNotFoundError:
         raise ManifestError("there is no manifest: it was never finished") from None
     for file in (*found.shards, *found.values):
@@ -273,15 +307,6 @@ def read_manifest(path: Path) -> Manifest:
         if there.st_size != file.nbytes:
             raise ManifestError(f"{file.name} has {there.st_size} bytes, not {file.nbytes}")
     return found
-
-
-def read_small(path: Path, limit: int) -> bytes:
-    """Return the contents of a file that can't be large. Raises ``OSError`` for one that is, and for what is no file: nobody takes
-    memory for a hole."""
-    with files.opened(path) as (file, nbytes):
-        if nbytes > limit:
-            raise OSError(errno.EFBIG, f"it is larger than {in_words(limit)}", str(path))
-        return file.read(limit)
 
 
 def write_manifest(folder: Path, contents: Manifest) -> None:

@@ -4,25 +4,28 @@ earlier run left behind before it was looked at."""
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
+from resilience.checkpoint import stores
+from resilience.checkpoint.stores import Url, Where
 from resilience.errors import CheckpointError, ConfigError
 
+_LOG = logging.getLogger("resilience.checkpoint")
 _LARGEST = 1 << 62  # steps are kept in words of 64 bits, one more than themselves
 _open: weakref.WeakValueDictionary[tuple[int, str], Any] = weakref.WeakValueDictionary()  # by process and directory
 
 
-def enter(directory: Path, checkpoint: Any) -> None:
+def enter(directory: Where, checkpoint: Any) -> None:
     """Take a directory for a checkpoint of this process. Raises :class:`ConfigError` while another one has it: both would write
     into the same memory."""
-    key = (os.getpid(), os.path.realpath(directory))
+    key = (os.getpid(), str(directory) if isinstance(directory, Url) else os.path.realpath(directory))
     other = _open.get(key)
     if other is not None and not other.is_closed:
         raise ConfigError(
@@ -30,6 +33,18 @@ def enter(directory: Path, checkpoint: Any) -> None:
             "give each a directory of its own."
         )
     _open[key] = checkpoint
+
+
+def earlier_step(directory: Where, in_memory: Sequence[int]) -> int | None:
+    """Return the newest step that an earlier run has left, if any. Where the disk can't be looked at, what is in memory will do."""
+    try:
+        stored = stores.opened(directory).stored()
+    except (CheckpointError, OSError) as error:
+        if not in_memory:
+            raise
+        _LOG.warning("%s What is in memory can be gone on from.", error)
+        return max(in_memory)
+    return stored[0].manifest.step if stored else None
 
 
 def leave_at_exit(checkpoint: Any) -> Callable[[], None]:
@@ -48,7 +63,7 @@ def leave_at_exit(checkpoint: Any) -> Callable[[], None]:
 class Turns:
     """Calls that may change what is saved, one after the other."""
 
-    def __init__(self, directory: Path, earlier: int | None) -> None:
+    def __init__(self, directory: Where, earlier: int | None) -> None:
         self._directory = directory
         self._earlier = earlier  # the newest step on disk that nobody has looked at
         self._last = -1

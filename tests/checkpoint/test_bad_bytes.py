@@ -674,7 +674,7 @@ def test_damaged_memory_of_what_was_tried_leads_to_a_good_step_or_the_one_before
     ]
     for text in bad:
         path.write_bytes(text)
-        seen.setdefault(repr(sorted(restores.read(home).items())), text)
+        seen.setdefault(repr(sorted(restores.read(Directory(home)).items())), text)
     assert len(seen) > 20
     for text in seen.values():
         lay(home, {**pristine, path.name: text})
@@ -727,7 +727,7 @@ def test_memory_of_what_was_tried_that_is_larger_than_all_memory_is_not_read(hom
             file.truncate(HOLE)
         except OSError:
             pytest.skip("the file system has no such files: left out is their size")
-    assert restores.read(home) == {}
+    assert restores.read(Directory(home)) == {}
 
 
 @pytest.mark.parametrize("name", [manifest.NAME, ".aside", "rank-00000.values", "rank-00000.safetensors"])

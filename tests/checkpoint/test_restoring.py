@@ -19,6 +19,7 @@ from resilience.checkpoint.saver.restoring import (
     pick,
     set_aside,
 )
+from resilience.checkpoint.storage import Directory
 
 M9, D9 = Candidate((2, 9), MEMORY), Candidate((2, 9), DISK)
 M8, D8 = Candidate((2, 8), MEMORY), Candidate((2, 8), DISK)
@@ -117,18 +118,18 @@ def test_step_that_is_there_twice_is_tried_twice_in_the_order_given() -> None:
 
 
 def test_try_is_counted_once_in_a_life_and_taken_back_if_the_snapshot_was_bad(tmp_path: Path) -> None:
-    tries = Tries(tmp_path, print)
+    tries = Tries(Directory(tmp_path), print)
     for _ in range(3):
         tries.add((1, 5))
-    assert restores.read(tmp_path) == {(1, 5): 1}
+    assert restores.read(Directory(tmp_path)) == {(1, 5): 1}
     tries.begin()
     tries.add((1, 5))
-    assert restores.read(tmp_path) == {(1, 5): 2}
+    assert restores.read(Directory(tmp_path)) == {(1, 5): 2}
     tries.take_back((1, 5))
     tries.take_back((1, 5))
-    assert restores.read(tmp_path) == {(1, 5): 1}
+    assert restores.read(Directory(tmp_path)) == {(1, 5): 1}
     tries.forget()
-    assert restores.read(tmp_path) == {}
+    assert restores.read(Directory(tmp_path)) == {}
 
 
 # -- what is remembered -----------------------------------------------------------------------------------------------
@@ -136,14 +137,14 @@ def test_try_is_counted_once_in_a_life_and_taken_back_if_the_snapshot_was_bad(tm
 
 def test_tries_are_read_as_they_were_written_and_leave_no_other_file(tmp_path: Path) -> None:
     for tries in ({(1, 5): 1, (2, 7): 2}, {}, {(3, 0): 9}):
-        restores.write(tmp_path, tries)
-        assert restores.read(tmp_path) == tries
+        restores.write(Directory(tmp_path), tries)
+        assert restores.read(Directory(tmp_path)) == tries
         assert len(list(tmp_path.iterdir())) == 1
 
 
 def test_no_file_means_that_nothing_was_tried(tmp_path: Path) -> None:
-    assert restores.read(tmp_path) == {}
-    assert restores.read(tmp_path / "absent") == {}
+    assert restores.read(Directory(tmp_path)) == {}
+    assert restores.read(Directory(tmp_path / "absent")) == {}
 
 
 @pytest.mark.parametrize(
@@ -169,21 +170,21 @@ def test_no_file_means_that_nothing_was_tried(tmp_path: Path) -> None:
     ids=lambda data: repr(data[:20]),
 )
 def test_damaged_file_is_none(tmp_path: Path, data: bytes) -> None:
-    restores.write(tmp_path, {(1, 5): 1})
+    restores.write(Directory(tmp_path), {(1, 5): 1})
     (path,) = tmp_path.iterdir()
     path.write_bytes(data)
-    assert restores.read(tmp_path) == {}
+    assert restores.read(Directory(tmp_path)) == {}
 
 
 def test_file_that_was_cut_short_is_none(tmp_path: Path) -> None:
-    restores.write(tmp_path, {(1, 5): 1, (2, 6): 2})
+    restores.write(Directory(tmp_path), {(1, 5): 1, (2, 6): 2})
     (path,) = tmp_path.iterdir()
     data = path.read_bytes()
     for length in range(len(data)):
         path.write_bytes(data[:length])
-        assert restores.read(tmp_path) == {}
+        assert restores.read(Directory(tmp_path)) == {}
 
 
 def test_tries_that_can_not_be_written_raise_an_os_error(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="absent"):
-        restores.write(tmp_path / "absent", {(1, 5): 1})
+        restores.write(Directory(tmp_path / "absent"), {(1, 5): 1})

@@ -530,9 +530,9 @@ def test_what_the_job_went_on_from_is_not_noted_through_a_link(tmp_path: Path, n
     home.mkdir()
     victim.write_text("precious")
     (home / name).symlink_to(victim)
-    restores.write(home, {(1, 2): 3})
+    restores.write(Directory(home), {(1, 2): 3})
     assert victim.read_text() == "precious"
-    assert restores.read(home) == {(1, 2): 3}
+    assert restores.read(Directory(home)) == {(1, 2): 3}
     assert [path.name for path in home.iterdir()] == [".restores.json"]
 
 

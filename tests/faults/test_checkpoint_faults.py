@@ -215,7 +215,7 @@ def test_full_disk_does_not_keep_a_job_from_passing_over_what_two_restarts_faile
             checkpoint.save_state(step, state(step), wait=60)
             checkpoint.wait()
     wait_for(lambda: not savers(saver_home), "the saver to end")
-    restores.write(home, {Directory(home).stored()[0].manifest.key: 2})
+    restores.write(Directory(home), {Directory(home).stored()[0].manifest.key: 2})
     checkpoint = FlashCheckpoint(home)
     pid = saver_of(saver_home)
     _, most = resource.prlimit(pid, resource.RLIMIT_FSIZE)

@@ -186,7 +186,7 @@ def test_directory_that_is_not_shared_is_refused_in_words(tmp_path: Path) -> Non
             it.add()
         codes = [node.wait() for node in it.nodes]
         assert 0 not in codes
-        assert "need a directory that all of them share" in it.logs()
+        assert "Give a directory that all nodes share, or an object store" in it.logs()
 
 
 @pytest.mark.long

@@ -21,7 +21,8 @@ def main() -> None:
 
     os.chdir("/")
     ignore_signals_of_the_job()
-    logging.basicConfig(level=logging.INFO, format="resilience [saver] %(message)s")
+    logging.basicConfig(format="resilience [saver] %(message)s")
+    logging.getLogger("resilience").setLevel(logging.INFO)
     os.nice(5)
     launcher = None if settings["launcher"] < 0 else socket.socket(fileno=settings["launcher"])
     if settings["detach"] and os.fork():

@@ -12,12 +12,12 @@ import selectors
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from resilience.checkpoint import decisions
 from resilience.checkpoint.decisions import Key
 from resilience.checkpoint.ledger import L_ALIVE, L_ATTEMPT, L_FAILURES, L_GENERATION, L_SERIAL
+from resilience.checkpoint.saver import clerk
 from resilience.checkpoint.saver.chair import GONE_S, Chair, Message
 from resilience.checkpoint.saver.council import Council
 from resilience.checkpoint.saver.member import Member, Snapshot
@@ -25,7 +25,7 @@ from resilience.checkpoint.saver.restores import Tries
 from resilience.checkpoint.saver.roll import Cycle, Roll
 from resilience.checkpoint.schedule import Clock, Every
 from resilience.checkpoint.slots import COMPLETE, VOID
-from resilience.checkpoint.storage import Directory
+from resilience.checkpoint.stores import Storage
 
 _LOG = logging.getLogger("resilience.saver")
 _NO_CHAIR = "the saver of rank 0's node was lost while the ranks were restoring"
@@ -58,13 +58,13 @@ class Book:
 
     def __init__(
         self,
-        path: Path,
+        directory: Storage,
         options: Options,
         selector: selectors.BaseSelector,
         write: Callable[[Book, Snapshot, str], None],
         serve: Callable[[Book, Message], None],
     ) -> None:
-        self.directory = Directory(path)
+        self.directory = directory
         self.options = options
         self.roll = Roll()
         self.generation = 0
@@ -73,7 +73,7 @@ class Book:
         self.done = False  # the chair needs us no longer
         self.failures: list[str] = []
         self.writing: dict[str, Snapshot] = {}  # by folder
-        self.tries = Tries(path, self.complain)
+        self.tries = Tries(directory, self.complain)
         self.council = Council(selector, 0, self._hear)
         self.council.rejoin = self._join
         self.council.cut = lambda: serve(self, {"op": "refused", "why": _NO_CHAIR})
@@ -107,8 +107,8 @@ class Book:
         came_again = member is not None and member.cycle == cycle.number and member.pid not in (0, pid)
         if cycle == self.cycle and not came_again:
             return
-        stored = [item.manifest.generation for item in self.directory.stored(self.complain)]
-        self.generation = max([self.generation, self.roll.generation(), *stored])
+        known = max(self.generation, self.roll.generation())
+        self.generation = max(known, clerk.newest_generation(self.directory, known, self.complain))
         self._assemble(cycle, again=False)
         self.tries.begin()
         for other in self.roll.members.values():  # of a cycle without numbers: they will come again too

@@ -15,7 +15,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from resilience.checkpoint import digest, manifest, storage
@@ -23,6 +22,7 @@ from resilience.checkpoint.arena import Slot
 from resilience.checkpoint.ledger import Seal
 from resilience.checkpoint.manifest import File, Manifest
 from resilience.checkpoint.saver.chair import Write
+from resilience.checkpoint.stores import Storage
 from resilience.checkpoint.writing import Stopwatch
 from resilience.errors import CheckpointError
 
@@ -41,7 +41,7 @@ _REMEDIES = {
 class Part:
     """This node's part of a snapshot that is to be written: everything that the clerk needs to know about it."""
 
-    directory: storage.Directory
+    directory: Storage
     folder: str
     key: tuple[int, int]
     seals: Mapping[int, Seal]
@@ -104,10 +104,11 @@ class Clerk:
 def persist(part: Part) -> Written:
     """Write a node's part of a snapshot. Never raises: the training must hear of whatever went wrong."""
     try:
-        clock, folder = Stopwatch(), part.directory.partial(part.folder)
-        shards, values = _write_files(part, folder, clock)
+        clock = Stopwatch()
+        part.directory.partial(part.folder)
+        shards, values = _write_files(part, clock)
         with clock("sync"):
-            storage.sync(folder)
+            part.directory.settle(part.folder)
     except Exception as error:  # noqa: BLE001 - said above
         part.directory.discard(part.folder)
         return Written(why=_could_not(part.key, part.directory, error))
@@ -116,7 +117,7 @@ def persist(part: Part) -> Written:
     return Written(shards, values)
 
 
-def _write_files(part: Part, folder: Path, clock: Stopwatch) -> tuple[tuple[File, ...], tuple[File, ...]]:
+def _write_files(part: Part, clock: Stopwatch) -> tuple[tuple[File, ...], tuple[File, ...]]:
     """Write tensors and values of all ranks, one after the other: at once they leave the disk no gap for a data loader."""
     shards, values, written = [], [], 0
     total = sum(seal.data + seal.values for seal in part.seals.values())
@@ -126,16 +127,16 @@ def _write_files(part: Part, folder: Path, clock: Stopwatch) -> tuple[tuple[File
         written += nbytes
         part.progress(written, total)
 
-    write = functools.partial(storage.write_file, progress=progress, clock=clock)
+    write = functools.partial(part.directory.write, part.folder, progress=progress, clock=clock)
     for rank, seal in sorted(part.seals.items()):
         header, data, encoded = parts_of(part.slots[rank], seal)
         known = part.known.get(rank, ())
-        shards.append(write(folder / f"rank-{rank:05d}.safetensors", rank, bytes(header), data, digests=known))
-        values.append(write(folder / f"rank-{rank:05d}.values", rank, b"", encoded))
+        shards.append(write(f"rank-{rank:05d}.safetensors", rank, bytes(header), data, digests=known))
+        values.append(write(f"rank-{rank:05d}.values", rank, b"", encoded))
     return tuple(shards), tuple(values)
 
 
-def commit(directory: storage.Directory, folder: str, write: Write, facts: Mapping[str, Any]) -> str:
+def commit(directory: Storage, folder: str, write: Write, facts: Mapping[str, Any]) -> str:
     """Make a checkpoint of a folder in which all nodes have written their parts; return what went wrong, or an empty text."""
     generation, step = write.key
     try:
@@ -150,20 +151,34 @@ def commit(directory: storage.Directory, folder: str, write: Write, facts: Mappi
     return ""
 
 
-def _could_not(key: Sequence[int], directory: storage.Directory, error: Exception) -> str:
+def _could_not(key: Sequence[int], directory: Storage, error: Exception) -> str:
     reason = error.strerror or error if isinstance(error, OSError) else error
     text = f"step {key[1]} could not be written to {directory.path} ({socket.gethostname()}): {reason}"
     remedy = _REMEDIES.get(error.errno or 0) if isinstance(error, OSError) else None
+    if isinstance(error, (ConnectionError, TimeoutError)):
+        remedy = "Look whether the server is up; the next save that is due is tried as ever."
     return f"{text}. What was durable before stays. {remedy}" if remedy else text
 
 
-def prune(directory: storage.Directory, keep: int, keep_every: int) -> None:
+def prune(directory: Storage, keep: int, keep_every: int) -> None:
     """Remove what need not be kept. That it can't be is no failure of a save."""
     try:
         for gone in directory.prune(keep, keep_every):
             _LOG.debug("%s is removed: %s are kept.", gone.path.name, keep)
     except OSError as error:
         _LOG.warning("%s: what need not be kept could not be removed: %s", directory.path, error)
+
+
+def newest_generation(directory: Storage, known: int, complain: Callable[[str], None]) -> int:
+    """Return the newest generation that is stored. Where nobody can look, and some are ``known`` (to ranks that are here, so that
+    the place is ours and nobody else has written there), that is said, and 0 is returned."""
+    try:
+        return max((item.manifest.generation for item in directory.stored(complain)), default=0)
+    except (CheckpointError, OSError) as error:
+        if not known:
+            raise
+        complain(f"{error} The job goes on with what is in memory.")
+        return 0
 
 
 def parts_of(slot: Slot, seal: Seal) -> tuple[memoryview, memoryview, memoryview]:

@@ -191,10 +191,15 @@ class Desk:
             self._saver.keep_round(book, chair)
             return {**chair, "mark": book.directory.mark()}
         chair = {"host": str(message["host"]), "port": int(message["port"]), "secret": str(message["secret"])}
-        if known is None and not (book.directory.path / str(message["mark"])).exists():
+        if known is None and not book.directory.sees(str(message["mark"])):
             raise CheckpointError(
                 f"{book.directory.path} on {socket.gethostname()} is not the directory that the node of rank 0 ({chair['host']}) "
-                "writes to. Checkpoints of several nodes need a directory that all of them share. Nothing was set up."
+                "writes to: a node that takes this one's place would find nothing of it. Nothing was set up. Give a directory that "
+                "all nodes share, or an object store (s3://…)."
+            )
+        if known is None:
+            _LOG.info(
+                "%s is shared: %s and %s have the same.", book.directory.path, chair["host"], socket.gethostname()
             )
         book.attend(**chair)
         self._saver.keep_round(book, chair)

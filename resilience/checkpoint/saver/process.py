@@ -26,9 +26,9 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import astuple, replace
-from pathlib import Path
 from typing import Any
 
+from resilience.checkpoint import stores
 from resilience.checkpoint.arena import Slot
 from resilience.checkpoint.ledger import L_CYCLE, L_PID, Ledger
 from resilience.checkpoint.saver import clerk
@@ -284,7 +284,9 @@ class Saver:
         """Return the book of a directory; the first rank's options count. ``claim``: it is that of the chair, who commits."""
         found = self.books.get(directory)
         if found is None:
-            found = Book(Path(directory), Options(**options), self.selector, self._write, self._serve)
+            found = Book(
+                stores.opened(stores.where(directory)), Options(**options), self.selector, self._write, self._serve
+            )
         if claim:
             found.directory.claim(found.options.run)
         self.books[directory] = found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +13,8 @@ from resilience.checkpoint.saver import clerk
 from resilience.checkpoint.saver.book import Book
 from resilience.checkpoint.saver.chair import Message
 from resilience.checkpoint.saver.restoring import DISK, MEMORY, Round
+from resilience.checkpoint.stores import Kept
+from resilience.errors import CheckpointError
 
 _LOG = logging.getLogger("resilience.saver")
 _CHAIR_S = 5.0  # the chair gives up before we do: it knows who is missing elsewhere
@@ -73,7 +75,11 @@ class Reception:
         }
         if book.cycle.first == 0:
             left_out: list[str] = []
-            stored = book.directory.stored(left_out.append)
+            stored: Sequence[Kept] = ()
+            try:
+                stored = book.directory.stored(left_out.append)
+            except (CheckpointError, OSError) as error:
+                left_out.append(str(error))  # an object store that can't be reached: there is what is in memory
             for text in left_out:
                 book.complain(text)
             found = [(*item.manifest.key, item.path.name) for item in stored]
