@@ -12,10 +12,11 @@ are followed by an fsync. *from memory*: ``restore`` into a model that exists, d
 has computed them (a rank that failed is back no sooner); *at once*: it has not. Under DDP after a rank was killed, in the new
 processes. *from disk, cold*: nothing is in the page cache, as on another node; *warm*: everything is. ``torch.load`` is
 followed by ``load_state_dict``, for all others load in place. *tensors*: the same memory cut into few or many tensors, in turn.
-*objects*: ``encoding.encode`` beside ``pickle.dumps`` of the same value. A growth is linear if *×* grows by no more than 15 %.
+*lost*: a block of training steps with a save after the first of them, less one without, until all of it is written (peers:
+without fsync); the first round is left out. *objects*: ``encoding.encode`` beside ``pickle.dumps`` of the same value; *again*: a
+tuple that was in the save before. A growth is linear if *×* grows by no more than 15 %.
 
-Not measured: accelerators, several nodes, network file systems, what a save in the background costs the steps
-meanwhile, how long constructing takes.
+Not measured: accelerators, several nodes (but see ``replication``), network file systems, how long constructing takes.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ _PEERS_AT = 1.0  # GiB: those in environments of their own
 _LOADERS = ("torch.load", "torch.load, mmap", "dcp.load")
 _COUNTS = (20, 2000, 20_000)
 _KILLS = 2
+_BLOCKS = 4  # rounds
 _LINEAR = 1.15
 _TIMEOUT_S = 240.0
 Pair = Sequence[float]  # what is measured, and its measure before and after
@@ -70,7 +72,7 @@ def run() -> list[Row]:
             *_from_disk(found),
         ]
         ddp = _ddp(folder)
-        rows += [*ddp, *_tensors(folder)]
+        rows += [*ddp, *_tensors(folder), *_lost(folder)]
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return [*rows, *_objects()]
@@ -80,7 +82,9 @@ def _events(kind: str, workload: str, arguments: Sequence[str]) -> list[Event]:
     """Run a workload to its end and return everything it told."""
     with harness.launch(kind, workload, arguments, OMP_NUM_THREADS=os.environ.get("BENCH_THREADS", "1")) as job:
         job.await_events("measured", 1, _TIMEOUT_S)
-        return [told for event in ("stall", "durable", "memory", "load", "round") for told in job.events(event)]
+        return [
+            told for event in ("stall", "durable", "memory", "load", "round", "block") for told in job.events(event)
+        ]
 
 
 def _one_process(folder: Path, size: float, last: bool) -> list[Event]:
@@ -252,6 +256,28 @@ def _tensors(folder: Path) -> list[Row]:
     return rows
 
 
+# -- what training loses ----------------------------------------------------------------------------------------------
+
+
+def _lost(folder: Path) -> list[Row]:
+    """Return what a save costs training in all, in seconds and in plain copies of the same bytes."""
+    told = [item for item in _events("python", "training", ["1", str(folder), str(_BLOCKS)]) if item["round"]]
+    rows: dict[str, Row] = {}
+    for item in told:
+        rows.setdefault(item["who"], {"what": "lost", "who": item["who"], "size": "1"})
+    for who, row in rows.items():
+        mine = [item for item in told if item["who"] == who]
+        lost = [item["took"] - (item["before"] + item["after"]) / 2 for item in mine]
+        copies = [cost / item["memcpy"] for cost, item in zip(lost, mine, strict=True)]
+        row |= {"median s": statistics.median(lost), "worst s": max(lost), "against": "memcpy"}
+        row |= {"×": statistics.median(copies), "worst ×": max(copies)}
+    best = min(rows["ours"]["median s"], rows["ours, overlap"]["median s"])
+    for who, row in rows.items():
+        if not who.startswith("ours"):
+            row |= {"aim": "slower than ours", "met": row["median s"] > best}
+    return list(rows.values())
+
+
 # -- objects ----------------------------------------------------------------------------------------------------------
 
 
@@ -272,6 +298,7 @@ def _objects() -> list[Row]:
         value = make(10_000_000)
         size = f"{len(pickle.dumps(value)) / 1e6:.0f} MB"
         rows.append(_row("objects", name, size, _beside_pickle(value, 7), "pickle.dumps", aim=1.5))
+    rows.append(_again(makers["mixed"]))
     known = {
         megabytes: _row(
             "objects", "mixed", "", _beside_pickle(makers["mixed"](int(megabytes * 1e6)), 7), "pickle.dumps"
@@ -279,6 +306,21 @@ def _objects() -> list[Row]:
         for megabytes in (2.5, 40.0)
     }
     return [*rows, _growth("objects", known)]
+
+
+def _again(make: Callable[[int], Any]) -> Row:
+    """Return what encoding costs once a tuple was encoded: it can't have changed."""
+    from resilience.checkpoint import encoding
+    from resilience.checkpoint.leaves import Leaves
+
+    whole, leaves, found = tuple(make(10_000_000)["strings"]), Leaves(), list[Pair]()
+    encoding.encode(whole, leaves=leaves)
+    for _ in range(7):
+        leaves.turn()
+        took = _timed(lambda: encoding.encode(whole, leaves=leaves))
+        pickled = _timed(lambda: pickle.dumps(whole))
+        found.append([took, pickled, pickled])
+    return _row("objects, again", "tuple", f"{len(pickle.dumps(whole)) / 1e6:.0f} MB", found, "pickle.dumps", aim=1.5)
 
 
 def _beside_pickle(value: Any, rounds: int) -> list[Pair]:
