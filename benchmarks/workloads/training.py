@@ -86,7 +86,8 @@ def _theirs(training: Training, folder: Path) -> dict[str, Save]:
 
     def behind(number: int) -> Callable[[], object]:
         pending = dcp.async_save(training.state(), checkpoint_id=folder / "async")
-        return lambda: pending.result()
+        finish: Callable[[], object] = pending.result
+        return finish
 
     return {"torch.save": plain, "dcp.save": blocking, "dcp.async_save": behind}
 
