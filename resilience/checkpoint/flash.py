@@ -30,7 +30,7 @@ from resilience.checkpoint.overlap import Copier, Later
 from resilience.checkpoint.plan import Collected, Collector
 from resilience.checkpoint.reading import Opened
 from resilience.checkpoint.receipt import Level, Receipt
-from resilience.checkpoint.restore import MisfitError, agree, load_parts
+from resilience.checkpoint.restore import MisfitError, agree, load_parts, nothing
 from resilience.checkpoint.schedule import Every, Interval
 from resilience.checkpoint.slots import COMPLETE
 from resilience.checkpoint.stager import Stager
@@ -39,7 +39,6 @@ from resilience.checkpoint.turns import Turns
 from resilience.errors import (
     CheckpointError,
     ConfigError,
-    NothingToRestore,
     SaveError,
     UnsupportedPlatform,
 )
@@ -62,6 +61,8 @@ class FlashCheckpoint:
     DDP is known to be). ``mode="overlap"``: what only optimizers write is copied behind the next forward and backward, and they
     wait for that; see :mod:`overlap`. ``verify``: every byte of it is compared afterwards. ``on_save_error``: ``"raise"`` or
     ``"warn"`` in the next call after a save failed in the background, up to ``max_failures`` in a row.
+    ``replicas``: so many other nodes keep copies in their memory, sent through ``replica_interface`` (a name, or an address) at
+    ``replica_bandwidth`` at most (bytes per second, or a text: ``"2GB/s"``).
     """
 
     def __init__(
@@ -72,7 +73,10 @@ class FlashCheckpoint:
         disk_every: Interval = timedelta(minutes=5),
         keep: int = 3,
         keep_every: int = 0,
-        slots: int = 3,
+        slots: int | None = None,
+        replicas: int = 0,
+        replica_interface: str | None = None,
+        replica_bandwidth: float | str | None = None,
         replicated: Iterable[str] = (),
         mode: str = "blocking",
         verify: bool = False,
@@ -95,9 +99,12 @@ class FlashCheckpoint:
             keep=(keep, 1),
             keep_every=(keep_every, 0),
             max_failures=(max_failures, 1),
+            replicas=(replicas, 0),
         )
+        replication = options.Replication.of(replicas, replica_interface, replica_bandwidth, slots)
         self.directory = Path(directory).absolute()
         self._place = Place.here()
+        self._replication = replication.without(self._place.alone)
         fails_every = mean_time_between_failures or options.DEVICE_FAILS_EVERY / self._place.world
         self._memory_every = Every.of("memory_every", memory_every)
         if memory_every is None:
@@ -113,9 +120,10 @@ class FlashCheckpoint:
         self._closed = False
         turns.enter(self.directory, self)
         every = (self._memory_every, self._disk_every)
-        told = options.for_saver(keep, keep_every, *every, failures=fails_every, run=self._place.run)
+        run, copies = self._place.run, self._replication
+        told = options.for_saver(keep, keep_every, *every, failures=fails_every, run=run, replication=copies)
         self._link = Link(str(self.directory), self._place, told)
-        self._stager, self._turns = self._come(slots)
+        self._stager, self._turns = self._come(copies.slots(slots))
         optimizers = [part.optimizer for part in self._parts if isinstance(part, Optimizer)]
         self._copier = Copier(mode, verify, optimizers, self._tried)
         self._leave = turns.leave_at_exit(self)
@@ -133,6 +141,7 @@ class FlashCheckpoint:
                 parts=self._parts,
                 collect=self._collect,
                 timeout=self._restore_timeout,
+                replicas=self._replication.replicas,
             )
             stored = storage.Directory(self.directory).stored()
         except BaseException:
@@ -255,7 +264,7 @@ class FlashCheckpoint:
 
         found = self._agree(step, load, allow_fresh_start)
         if found is None:
-            self._nothing(step, allow_fresh_start)
+            nothing(step, allow_fresh_start, self.directory, self._place.rank)
             return 0
         return found + 1
 
@@ -269,7 +278,7 @@ class FlashCheckpoint:
             states[:] = [opened.source.fresh(opened.values["state"])]
 
         if self._agree(step, load) is None:
-            self._nothing(step, allowed=False)
+            nothing(step, False, self.directory, self._place.rank)
         return states[0]
 
     def _agree(self, step: int | None, load: Callable[[Opened], None], fresh: bool = False) -> int | None:
@@ -293,15 +302,6 @@ class FlashCheckpoint:
         self._link.generation = generation
         self._stager.begin(generation)
 
-    def _nothing(self, step: int | None, allowed: bool) -> None:
-        which = "no checkpoint" if step is None else f"no checkpoint of step {step}"
-        if not allowed or step is not None:
-            advice = " For a run that begins here: restore(allow_fresh_start=True)." if step is None else ""
-            raise NothingToRestore(
-                f"there is {which} in memory or in {self.directory} (rank {self._place.rank}). Nothing was changed.{advice}"
-            )
-        _LOG.info("no checkpoint in %s: a fresh start.", self.directory)
-
     # -- waiting and leaving ----------------------------------------------------------------------------------------
 
     def latest(self) -> int | None:
@@ -324,7 +324,11 @@ class FlashCheckpoint:
         failures = self._attendant.failures  # before it is asked for: it may fail at once
         if level == Level.DURABLE and not self._want_on_disk(receipt):
             return receipt
-        while not receipt.level.reaches(level) and receipt.level not in (Level.SKIPPED, Level.FAILED):
+        if level == Level.REPLICATED and not self._replication.replicas:
+            raise ConfigError(
+                "wait(level=REPLICATED): nothing is replicated; that takes replicas=1 and more than one node."
+            )
+        while not receipt.level.reaches(level) and not receipt.is_settled:
             self._attendant.hear()
             if time.monotonic() > deadline or self._attendant.failures != failures:
                 break

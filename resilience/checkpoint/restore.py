@@ -68,7 +68,8 @@ def agree(
         if answer.get("go"):
             took = time.monotonic() - began
             _LOG.info(
-                "step %s restored from %s in %.2f s (rank %s).", chosen["step"], chosen["found"], took, place.rank
+                "step %s restored from %s in %.2f s (rank %s).",
+                *(chosen["step"], chosen.get("where", chosen["found"]), took, place.rank),
             )
             begin(int(answer["generation"]))
             return int(chosen["step"])
@@ -161,3 +162,14 @@ def check_parts(parts: Sequence[Part], opened: Opened, strict: bool, alone: bool
         raise MisfitError("; ".join(said))
     for text in said:
         _LOG.warning("%s; left as it is.", text)
+
+
+def nothing(step: int | None, allowed: bool, directory: Path, rank: int) -> None:
+    """Say that there is nothing to go on from. Raises :class:`NothingToRestore` unless a fresh start is ``allowed``."""
+    which = "no checkpoint" if step is None else f"no checkpoint of step {step}"
+    if not allowed or step is not None:
+        advice = " For a run that begins here: restore(allow_fresh_start=True)." if step is None else ""
+        raise NothingToRestore(
+            f"there is {which} in memory or in {directory} (rank {rank}). Nothing was changed.{advice}"
+        )
+    _LOG.info("no checkpoint in %s: a fresh start.", directory)

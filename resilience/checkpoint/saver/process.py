@@ -32,10 +32,11 @@ from typing import Any
 from resilience.checkpoint.arena import Slot
 from resilience.checkpoint.ledger import L_CYCLE, L_PID, Ledger
 from resilience.checkpoint.saver import clerk
-from resilience.checkpoint.saver.book import Book, Options
+from resilience.checkpoint.saver.book import Book
 from resilience.checkpoint.saver.desk import Desk
 from resilience.checkpoint.saver.member import Member, Snapshot
 from resilience.checkpoint.saver.roll import Cycle
+from resilience.checkpoint.saver.wishes import Options
 from resilience.pulse import channel
 
 _LOG = logging.getLogger("resilience.saver")
@@ -284,7 +285,14 @@ class Saver:
         """Return the book of a directory; the first rank's options count. ``claim``: it is that of the chair, who commits."""
         found = self.books.get(directory)
         if found is None:
-            found = Book(Path(directory), Options(**options), self.selector, self._write, self._serve)
+            found = Book(
+                Path(directory),
+                Options(**options),
+                self.selector,
+                write=self._write,
+                serve=self._serve,
+                later=self._later,
+            )
         if claim:
             found.directory.claim(found.options.run)
         self.books[directory] = found

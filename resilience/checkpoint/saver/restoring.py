@@ -15,6 +15,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from resilience.checkpoint.saver.reach import Need, reachable
+
 Key = tuple[int, int]
 CHAIR = 0  # its node
 MEMORY, DISK = "memory", "disk"
@@ -103,6 +105,7 @@ class Agreement:
     bad: dict[Candidate, str] = field(default_factory=dict)
     choice: Candidate | None = None
     deadline: float = 0.0
+    reachable: Mapping[Key, Mapping[int, Need]] = field(default_factory=dict)  # in memory: what each node has to fetch
 
     def ask(self, node: int, message: Mapping[str, Any], now: float) -> None:
         """A node asks; the first one's patience counts."""
@@ -122,7 +125,7 @@ class Agreement:
 
     def choose(self, world: int) -> list[Key]:
         """Choose the next one to try; return what is passed over because restarts failed from it."""
-        in_memory = set.intersection(*({_key(item) for item in ask["memory"]} for ask in self.asks.values()))
+        self.reachable = reachable(self.asks)
         chair = self.asks[CHAIR]  # its node alone looks at the disk
         on_disk = {Candidate(_key(item[:2]), DISK, str(item[3])): int(item[2]) for item in chair["disk"]}
         failed = {(generation, step): count for generation, step, count in chair["tries"]}
@@ -131,10 +134,15 @@ class Agreement:
                 self.bad[item] = (
                     f"step {item.key[1]} was saved by {size} ranks, and here are {world}: other world sizes are not supported yet"
                 )
-        found = candidates(sorted(in_memory), list(on_disk))
+        found = candidates(sorted(self.reachable), list(on_disk))
         self.loaded = {}
         self.choice = pick(found, step=chair["step"], bad=self.bad, failed=failed)
         return set_aside(found, self.choice, failed) if self.choice is not None else []
+
+    def fetch(self) -> list[tuple[int, Need]]:
+        """Return what nodes have to fetch from others to have what was chosen."""
+        in_memory = self.choice is not None and self.choice.where == MEMORY
+        return list(self.reachable[self.choice.key].items()) if self.choice is not None and in_memory else []
 
     def misfit(self) -> str:
         """Say that what was chosen does not fit a rank, if so. Damage goes before it: what is damaged may not fit for that."""
