@@ -127,10 +127,12 @@ class Copies:
         """Do what the chair says about copies."""
         op = message["op"]
         if op == "peers":
+            known = self._peers
             self._peers = {
                 int(name): (str(host), int(port), str(group)) for name, host, port, group in message["peers"]
             }
-            self._tell_where()
+            if self._peers != known:
+                self._tell_where()
         elif op == "send":
             self.send(key_of(message["key"]))
         else:
