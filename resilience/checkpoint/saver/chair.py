@@ -195,7 +195,7 @@ class Chair:
             self._note(key, COMPLETE)
             self._floor = max(self._floor, key)
             folder = self._order(key, now) if not self._is_busy(key) and self._is_due(key, now) else ""
-            send = {"send": True} if self._relay.takes(key, self._seats) else {}
+            send = {"send": True} if self.newest() == key and self._relay.takes(key, self._seats) else {}
             self._tell_all(op="decided", key=key, verdict=COMPLETE, folder=folder, **send)
         elif key[0] < self.generation or any(
             seat.tried > key[1] for seat in self._seats.values() if key not in seat.held
