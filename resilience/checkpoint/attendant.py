@@ -12,11 +12,13 @@ from typing import Any
 
 from resilience.checkpoint.ledger import L_ALIVE, L_FAILURES
 from resilience.checkpoint.link import Link, Place
+from resilience.checkpoint.receipt import Level, Receipt
 from resilience.checkpoint.stager import Stager
 from resilience.errors import LinkError, ResilienceError, SaveError
 
 _LOG = logging.getLogger("resilience.checkpoint")
 _SILENT_NS = 5_000_000_000
+_LOOK_S = 0.005
 
 
 class Attendant:
@@ -56,6 +58,25 @@ class Attendant:
             known[0].close()
             for slot in known[1]:
                 slot.close()
+
+    def await_level(self, receipt: Receipt, level: Level, deadline: float, failures: int) -> None:
+        """Wait until a save has come to a level, never will, something else has failed than the so many things before, or it is
+        too late."""
+        while not receipt.level.reaches(level) and not receipt.is_settled:
+            self.hear()
+            if time.monotonic() > deadline or self.failures != failures:
+                return
+            time.sleep(_LOOK_S)
+
+    def await_durable(self, receipt: Receipt, deadline: float) -> None:
+        """Wait until a save is on disk, or has failed. Raises :class:`SaveError` when it is too late."""
+        while not receipt.level.reaches(Level.DURABLE) and receipt.level != Level.FAILED:
+            self.hear()
+            if time.monotonic() > deadline:
+                raise SaveError(
+                    f"step {receipt.step} is not durable yet ({receipt.level}); the saver goes on without us."
+                )
+            time.sleep(_LOOK_S)
 
     def look(self) -> None:
         """Have a thread find another saver when this one has given no sign of life for too long. Never waits."""

@@ -39,7 +39,6 @@ from resilience.checkpoint.turns import Turns
 from resilience.errors import (
     CheckpointError,
     ConfigError,
-    SaveError,
     UnsupportedPlatform,
 )
 
@@ -328,11 +327,7 @@ class FlashCheckpoint:
             raise ConfigError(
                 "wait(level=REPLICATED): nothing is replicated; that takes replicas=1 and more than one node."
             )
-        while not receipt.level.reaches(level) and not receipt.is_settled:
-            self._attendant.hear()
-            if time.monotonic() > deadline or self._attendant.failures != failures:
-                break
-            time.sleep(0.005)
+        self._attendant.await_level(receipt, level, deadline, failures)
         return receipt
 
     def _find(self, step: int | None) -> Receipt:
@@ -365,19 +360,10 @@ class FlashCheckpoint:
                 with progress.shown(
                     f"writing step {self._kept.step}", self._stager.written, shows=self._place.rank == 0
                 ):
-                    self._await_end(self._kept, time.monotonic() + options.seconds("timeout", timeout))
+                    self._attendant.await_durable(self._kept, time.monotonic() + options.seconds("timeout", timeout))
         finally:
             self._link.close()
             self._stager.close()
-
-    def _await_end(self, newest: Receipt, deadline: float) -> None:
-        while not newest.level.reaches(Level.DURABLE) and newest.level != Level.FAILED:
-            self._attendant.hear()
-            if time.monotonic() > deadline:
-                raise SaveError(
-                    f"step {newest.step} is not durable yet ({newest.level}); the saver goes on without us."
-                )
-            time.sleep(0.005)
 
     def __enter__(self) -> FlashCheckpoint:
         return self

@@ -22,6 +22,7 @@ from resilience.checkpoint.saver.council import Council
 from resilience.checkpoint.saver.member import Member, Snapshot
 from resilience.checkpoint.saver.restores import Tries
 from resilience.checkpoint.saver.roll import Cycle, Roll
+from resilience.checkpoint.saver.wire import own_address
 from resilience.checkpoint.saver.wishes import Options
 from resilience.checkpoint.slots import COMPLETE, VOID
 from resilience.checkpoint.storage import Directory
@@ -115,13 +116,14 @@ class Book:
         """Be the chair of several nodes; return where the others find it."""
         self._chair.new_round(self.cycle.world, self.cycle.number)
         found = self.council.preside(self._chair, host, port, secret)
-        self.copies.open(self.cycle.first, (host, 1), found["secret"])
+        self.copies.open(self.cycle.first, host, found["secret"])
         self._join()
         return found
 
     def attend(self, host: str, port: int, secret: str) -> None:
         """Join the chair of several nodes."""
-        self.copies.open(self.cycle.first, (host, port), secret)
+        here = own_address((host, port)) if self.options.replicas else ""
+        self.copies.open(self.cycle.first, here, secret)
         self.council.attend(host, port, secret)
 
     def _join(self) -> None:

@@ -84,7 +84,7 @@ class Chair:
     def lost(self, node: int, now: float) -> None:
         """The line to a node is cut. It may come back."""
         self._lost.setdefault(node, now)
-        given_up = self._relay.lost(node)
+        given_up = self._relay.lost()
         if given_up is not None:
             self._tell_all(op="unsent", key=given_up, why=f"the node with rank {node} was lost")
         if node in self._seats and self._agreement.asks:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -77,14 +78,21 @@ class Copies:
 
     # -- coming and going -------------------------------------------------------------------------------------------
 
-    def open(self, node: int, chair: tuple[str, int], secret: str) -> None:
-        """Listen for the others, at the address that leads to the chair or at that of the interface that was asked for."""
+    def open(self, node: int, here: str, secret: str) -> None:
+        """Listen for the others, at ``here`` or at the address of the interface that was asked for. Raises ``CheckpointError``."""
         self._node, self._secret = node, secret
         if not self._options.replicas or self._counter is not None:
             return
         asked = self._options.interface
-        self._here = wire.address_of(asked) if asked else wire.own_address(chair)
-        self._counter = Counter(listen(self._here, 0), lambda: self._secret, self.replicas, self)
+        self._here = wire.address_of(asked) if asked else here
+        try:
+            server = listen(self._here, 0)
+        except OSError as error:
+            raise CheckpointError(
+                f"no copies can be taken at {self._here} on {socket.gethostname()}: {error.strerror}. Nothing was set up. Give the "
+                "name of an interface that every node has (replica_interface=)."
+            ) from error
+        self._counter = Counter(server, lambda: self._secret, self.replicas, self)
 
     def joining(self) -> Message:
         """Return what the chair is to know when this node joins."""

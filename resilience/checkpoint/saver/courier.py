@@ -30,6 +30,7 @@ from resilience.errors import CheckpointError
 _LOG = logging.getLogger("resilience.saver")
 _NICE = 15
 _CALLERS = 64  # at once; whoever comes then is hung up on
+_AGAIN_S = 0.2
 _MOST_HEADER = 100_000_000
 _MOST = 1 << 48
 UNLIMITED = Bucket(0.0, 0.0)
@@ -75,12 +76,14 @@ class Counter:
         self._shelf = shelf
         self._open: set[Wire] = set()
         self._lock = threading.Lock()
+        self._closed = threading.Event()
         server.setblocking(True)
         self.address: tuple[str, int] = server.getsockname()[:2]
         threading.Thread(target=self._accept, name="resilience-counter", daemon=True).start()
 
     def close(self) -> None:
         """Hang up on everybody."""
+        self._closed.set()
         with contextlib.suppress(OSError):
             self._server.shutdown(socket.SHUT_RDWR)
         self._server.close()
@@ -90,12 +93,12 @@ class Counter:
 
     def _accept(self) -> None:
         lower_priority()
-        while True:
+        while not self._closed.is_set():
             try:
-                sock, _ = self._server.accept()
-            except OSError:
-                return
-            wire = Wire(sock, self._secret())
+                wire = Wire(self._server.accept()[0], self._secret())
+            except OSError:  # it was gone already, or there are too many open files
+                self._closed.wait(_AGAIN_S)
+                continue
             with self._lock:
                 full = len(self._open) >= _CALLERS
                 self._open |= set() if full else {wire}

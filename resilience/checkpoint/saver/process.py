@@ -37,6 +37,7 @@ from resilience.checkpoint.saver.desk import Desk
 from resilience.checkpoint.saver.member import Member, Snapshot
 from resilience.checkpoint.saver.roll import Cycle
 from resilience.checkpoint.saver.wishes import Options
+from resilience.errors import CheckpointError
 from resilience.pulse import channel
 
 _LOG = logging.getLogger("resilience.saver")
@@ -257,7 +258,7 @@ class Saver:
                 book.preside(**chair)
             else:
                 book.attend(**chair)
-        except OSError as error:
+        except (OSError, CheckpointError) as error:
             _LOG.error("the other nodes can't be reached any more, nothing is saved until a restart: %s", error)
 
     def keep_round(self, book: Book, chair: dict[str, Any]) -> None:

@@ -163,7 +163,8 @@ class Reception:
     def _fetched(self, book: Book, meeting: Meeting, wrong: str) -> None:
         """What the ranks here have lost is here again, or nobody has it any more."""
         if self._meetings.get(id(book), (None, None))[1] is not meeting:
-            return  # called off meanwhile
+            book.copies.forget_fetched()  # called off meanwhile
+            return
         fetched = book.copies.fetched
         if wrong or fetched is None:
             book.ask({"op": "loaded", "wrong": f"rank {book.cycle.first}: {wrong}", "misfit": False})

@@ -60,9 +60,7 @@ class Relay:
         self.last = max(self.last, key)
         return "replicated", ""
 
-    def lost(self, node: int) -> Key | None:
-        """A node can't be heard any more: return what is given up for that."""
-        given_up = self.key if node in self._waiting else None
-        if given_up is not None:
-            self.key, self._waiting = None, set()
+    def lost(self) -> Key | None:
+        """A node can't be heard any more, and what it has been given may be gone: return what is given up for that."""
+        given_up, self.key, self._waiting = self.key, None, set()
         return given_up

@@ -122,13 +122,8 @@ class Wire:
         return answer
 
     def await_question(self) -> Message | None:
-        """Return the next thing that a caller asks, however long it takes; ``None`` when it has hung up."""
-        self._sock.settimeout(None)
-        try:
-            first = self._sock.recv(1, socket.MSG_PEEK)
-        finally:
-            self._sock.settimeout(_SILENCE_S)
-        return self.receive() if first else None
+        """Return the next thing that a caller asks; ``None`` when it has hung up."""
+        return self.receive() if self._sock.recv(1, socket.MSG_PEEK) else None
 
     def _bytes(self, length: int, deadline: float = 0.0) -> bytes:
         room = bytearray(length)
@@ -206,8 +201,12 @@ def address_of(interface: str) -> str:
     return socket.inet_ntoa(packed[20:24])
 
 
-def interface_of(address: str) -> str:
+def interface_of(host: str) -> str:
     """Return the interface that has an address, as far as it can be told."""
+    try:
+        address = socket.gethostbyname(host)
+    except OSError:
+        return ""
     for _, name in socket.if_nameindex():
         with contextlib.suppress(CheckpointError):
             if address_of(name) == address:
