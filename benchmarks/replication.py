@@ -20,7 +20,7 @@ from pathlib import Path
 
 from benchmarks.harness import Event, Job, Row
 
-_SIZES = (16, 256)  # MiB
+_SIZES = (16, 64)  # MiB
 _TIMEOUT_S = 240.0
 _AIM = 1.05
 
