@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from resilience.checkpoint.saver.throttle import Bucket
+from resilience.checkpoint.saver import pace
+from resilience.checkpoint.saver.throttle import Bucket, Courtesy
 
 
 def test_without_a_limit_nothing_waits() -> None:
@@ -30,6 +31,28 @@ def test_clock_that_stands_still_or_goes_back_gives_nothing_away() -> None:
     bucket.take(100, 10.0)
     assert bucket.take(1000, 3.0) == pytest.approx(1.0)
     assert bucket.take(0, 10.0) == pytest.approx(1.0)
+
+
+def test_processors_that_are_short_are_left_to_others_most_of_the_time() -> None:
+    courtesy = Courtesy(processors=8)
+    assert courtesy.pause(0.01) == pytest.approx(0.09), "a tenth of one, until it is known better"
+    courtesy.look(100.0, 1000.0)
+    courtesy.look(150.0, 1100.0)
+    assert courtesy.pause(0.01) == 0.0, "half of them were idle"
+    courtesy.look(150.0, 1100.0)
+    assert courtesy.pause(0.01) == 0.0, "no time has passed"
+    courtesy.look(160.0, 1200.0)
+    assert courtesy.pause(0.01) == pytest.approx(0.09)
+    assert Courtesy(processors=96).pause(1.0) == 0.0, "one of so many is a small share"
+
+
+def test_processors_are_counted() -> None:
+    idle, total = pace.processors()
+    assert 0 <= idle <= total
+    assert total > 0
+    made = pace.Pace()
+    made.begin()
+    assert 0 <= made.courtesy() < 10
 
 
 @pytest.mark.parametrize("seed", range(50))

@@ -23,13 +23,15 @@ NEVER = "1000000"
 
 
 @contextmanager
-def nodes(folder: Path, number: int, script: list[str], *, ranks: int = 1, **env: str) -> Iterator[Fleet]:
+def nodes(
+    folder: Path, number: int, script: list[str], *, ranks: int = 1, groups: str = "", **env: str
+) -> Iterator[Fleet]:
     """Launchers of one job, each with a rank from the infrastructure, and a store that none of them keeps."""
     options = [*OPTIONS, f"--nproc-per-node={ranks}"]
     with serving() as port, Fleet(folder, str(number), options, script, port=port) as it:
-        it.env = {"REPLICAS": "1", "DISK_EVERY": NEVER, "DT": "0.02", **env}
+        it.env = {"REPLICAS": "1", "DISK_EVERY": NEVER, "DT": "0.04", **env}
         for place in range(number):
-            it.add(env={"GROUP_RANK": str(place)})
+            it.add(env={"GROUP_RANK": str(place), "RESILIENCE_NODE_GROUP": groups[place : place + 1]})
         yield it
 
 
@@ -55,7 +57,7 @@ def noted(what: str, *nodes: Job) -> list[tuple[int, int]]:
     return [(rank, int(text[len(what) :])) for rank, text in found if text.startswith(what)]
 
 
-def await_replicated(it: Fleet, number: int = 5) -> None:
+def await_replicated(it: Fleet, number: int = 2) -> None:
     """Wait until every rank has heard of some replicated steps."""
     wait_for(
         lambda: min((len(set(noted("replicated-", node))) for node in it.nodes), default=0) >= number,
@@ -109,9 +111,11 @@ def test_node_that_is_lost_gets_its_state_back_from_a_peer_and_all_go_on(tmp_pat
 @pytest.mark.long
 @pytest.mark.parametrize("place", [0, 1, 2])
 def test_any_of_three_nodes_with_two_ranks_each_can_be_lost(tmp_path: Path, place: int) -> None:
-    """That of rank 0 too, which is the chair's."""
-    with nodes(tmp_path, 3, [SNAPSHOTS, str(tmp_path / "ck"), "150", "256"], ranks=2) as it:
+    """That of rank 0 too, which is the chair's. Two of them are of one group, and keep no copies for each other."""
+    with nodes(tmp_path, 3, [SNAPSHOTS, str(tmp_path / "ck"), "150", "256"], ranks=2, groups="aab") as it:
         await_replicated(it)
+        for name, keeper, node in zip((0, 2, 4), (4, 4, 0), it.nodes, strict=True):
+            assert f"here (node with rank {name}) go to the node with rank {keeper} " in node.log()
         lost = lose(it, place)
         end(it)
         check(it, lost, 6, last=148)

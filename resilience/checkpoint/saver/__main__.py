@@ -23,10 +23,6 @@ def main() -> None:
     ignore_signals_of_the_job()
     logging.basicConfig(level=logging.INFO, format="resilience [saver] %(message)s")
     os.nice(5)
-    with contextlib.suppress(OSError), open("/proc/self/autogroup", "w", encoding="ascii") as group:
-        group.write(
-            "10"
-        )  # where the kernel shares time out by sessions: ours against the ranks'; nice counts within one only
     launcher = None if settings["launcher"] < 0 else socket.socket(fileno=settings["launcher"])
     if settings["detach"] and os.fork():
         os._exit(0)  # nobody's child: whoever started us may end, or wait for all of its own

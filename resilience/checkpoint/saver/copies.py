@@ -22,6 +22,7 @@ from resilience.checkpoint.saver.courier import Counter, Fetched, Parcel, Trip, 
 from resilience.checkpoint.saver.excerpts import Outlines, excerpt
 from resilience.checkpoint.saver.line import Message, listen
 from resilience.checkpoint.saver.member import Snapshot
+from resilience.checkpoint.saver.pace import Pace
 from resilience.checkpoint.saver.replicas import Key, Replicas
 from resilience.checkpoint.saver.ring import keepers
 from resilience.checkpoint.saver.roll import Roll
@@ -65,7 +66,7 @@ class Copies:
         self.replicas = Replicas(limits.available)
         self.fetched: Fetched | None = None
         self._outlines = Outlines()
-        self._bucket = Bucket(options.bandwidth, time.monotonic())
+        self._bucket, self._pace = Bucket(options.bandwidth, time.monotonic()), Pace()
         self._counter: Counter | None = None
         self._secret = ""
         self._here = ""
@@ -209,7 +210,8 @@ class Copies:
         self._flight = flight = Flight(snapshot, threading.Event())
         everybody = self._trip()
         trip = Trip(
-            {node: everybody.addresses[node] for node in self._targets()}, *(self._secret, everybody.here, self._bucket)
+            {node: everybody.addresses[node] for node in self._targets()},
+            *(self._secret, everybody.here, self._bucket, self._pace),
         )
         slots = {rank: roll.members[rank].slots[seal.slot] for rank, seal in snapshot.seals.items()}
         replicated = self._newest

@@ -22,6 +22,7 @@ from typing import Any, Protocol
 from resilience.checkpoint import limits
 from resilience.checkpoint.arena import Slot
 from resilience.checkpoint.saver.excerpts import Excerpt
+from resilience.checkpoint.saver.pace import Pace
 from resilience.checkpoint.saver.replicas import Key, Replica, Replicas, Sizes
 from resilience.checkpoint.saver.throttle import Bucket
 from resilience.checkpoint.saver.wire import Message, Wire, WireError
@@ -175,11 +176,14 @@ class Trip:
     secret: str
     here: str
     bucket: Bucket
+    pace: Pace | None = None
 
 
 def deliver(trip: Trip, parcels: Sequence[Parcel], replicated: Key, stop: threading.Event) -> int:
     """Give copies to all nodes of a trip; return how many bytes went. Raises ``CheckpointError`` if one has not got them."""
     lower_priority()
+    if trip.pace is not None:
+        trip.pace.begin()
     sent = 0
     for node, address in trip.addresses.items():
         try:
@@ -190,7 +194,7 @@ def deliver(trip: Trip, parcels: Sequence[Parcel], replicated: Key, stop: thread
                     answer = wire.ask({"op": "put", **parcel.sizes(), "replicated": replicated})
                     if answer.get("have"):
                         continue
-                    wire.send_shard(parcel.shard, trip.bucket)
+                    wire.send_shard(parcel.shard, trip.bucket, pace=trip.pace)
                     _expect_ok(wire)
                     sent += parcel.shard.nbytes + len(parcel.shard.header) + len(parcel.shard.values)
         except (OSError, CheckpointError) as error:

@@ -28,6 +28,7 @@ import xxhash
 from resilience.checkpoint import digest
 from resilience.checkpoint.saver.excerpts import Excerpt
 from resilience.checkpoint.saver.line import PROVE_S, proof
+from resilience.checkpoint.saver.pace import Pace
 from resilience.checkpoint.saver.throttle import Bucket
 from resilience.errors import CheckpointError
 
@@ -142,15 +143,18 @@ class Wire:
 
     # -- shards -----------------------------------------------------------------------------------------------------
 
-    def send_shard(self, shard: Excerpt, bucket: Bucket, known: list[str] | None = None) -> None:
-        """Send header, values and tensors, and their digests; the tensors' are computed on the way if they are not ``known``."""
+    def send_shard(
+        self, shard: Excerpt, bucket: Bucket, known: list[str] | None = None, pace: Pace | None = None
+    ) -> None:
+        """Send header, values and tensors, and their digests; the tensors' are computed on the way if they are not ``known``.
+        ``pace``: gives way to whoever needs the processors."""
         self._sock.sendall(shard.header)
         self._sock.sendall(shard.values)
         chunk, found, at = digest.chunk_size(shard.nbytes), list[str](), 0
         running = xxhash.xxh3_128()
         for piece in shard.pieces(_PIECE):
             for part in _cut(piece, chunk - at % chunk, chunk):
-                pause = bucket.take(len(part), time.monotonic())
+                pause = max(bucket.take(len(part), time.monotonic()), pace.courtesy() if pace is not None else 0.0)
                 if pause:
                     time.sleep(pause)
                 self._sock.sendall(part)
