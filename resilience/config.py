@@ -232,7 +232,8 @@ ENV_CYCLE = "RESILIENCE_CYCLE"
 ENV_LAUNCHER_PID = "RESILIENCE_LAUNCHER_PID"
 ENV_LATE_ATTACH = "RESILIENCE_LATE_ATTACH"
 ENV_RUN = "RESILIENCE_RUN"
-_WORKER_VARIABLES = {ENV_SOCKET, ENV_CYCLE, ENV_LAUNCHER_PID, ENV_LATE_ATTACH, ENV_RUN}
+ENV_NODE_GROUP = "RESILIENCE_NODE_GROUP"
+_WORKER_VARIABLES = {ENV_SOCKET, ENV_CYCLE, ENV_LAUNCHER_PID, ENV_LATE_ATTACH, ENV_RUN, ENV_NODE_GROUP}
 
 
 @dataclass(frozen=True)
@@ -250,6 +251,7 @@ class RankEnvironment:
     master: tuple[str, int] = ("", 0)  # where the ranks' store is
     restarts: int = 0  # as torchrun counts them; without a launcher of ours they number the cycles
     run: str = ""
+    group: str = ""  # of nodes that fail together; empty where none are known
 
 
 def rank_environment() -> RankEnvironment:
@@ -267,6 +269,7 @@ def rank_environment() -> RankEnvironment:
         restarts=_number("TORCHELASTIC_RESTART_COUNT", 0),
         master=(os.environ.get("MASTER_ADDR", ""), _number("MASTER_PORT", 0)),
         run=os.environ.get(ENV_RUN) or os.environ.get("TORCHELASTIC_RUN_ID", ""),
+        group=os.environ.get(ENV_NODE_GROUP, ""),
     )
 
 

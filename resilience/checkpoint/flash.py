@@ -63,6 +63,8 @@ class FlashCheckpoint:
     DDP is known to be). ``mode="overlap"``: what only optimizers write is copied behind the next forward and backward, and they
     wait for that; see :mod:`overlap`. ``verify``: every byte of it is compared afterwards. ``on_save_error``: ``"raise"`` or
     ``"warn"`` in the next call after a save failed in the background, up to ``max_failures`` in a row.
+    ``replicas``: so many other nodes keep copies in their memory, sent through ``replica_interface`` (a name, or an address) at
+    ``replica_bandwidth`` at most (bytes per second, or a text: ``"2GB/s"``).
     """
 
     def __init__(
@@ -73,7 +75,10 @@ class FlashCheckpoint:
         disk_every: Interval = timedelta(minutes=5),
         keep: int = 3,
         keep_every: int = 0,
-        slots: int = 3,
+        slots: int | None = None,
+        replicas: int = 0,
+        replica_interface: str | None = None,
+        replica_bandwidth: float | str | None = None,
         replicated: Iterable[str] = (),
         mode: str = "blocking",
         verify: bool = False,
@@ -96,9 +101,12 @@ class FlashCheckpoint:
             keep=(keep, 1),
             keep_every=(keep_every, 0),
             max_failures=(max_failures, 1),
+            replicas=(replicas, 0),
         )
+        replication = options.Replication.of(replicas, replica_interface, replica_bandwidth, slots)
         self.directory = stores.where(directory)
         self._place = Place.here()
+        self._replication = replication.without(self._place.alone)
         fails_every = mean_time_between_failures or options.DEVICE_FAILS_EVERY / self._place.world
         self._memory_every = Every.of("memory_every", memory_every)
         if memory_every is None:
@@ -115,9 +123,10 @@ class FlashCheckpoint:
         self._census = Census()
         turns.enter(self.directory, self)
         every = (self._memory_every, self._disk_every)
-        told = options.for_saver(keep, keep_every, *every, failures=fails_every, run=self._place.run)
+        run, copies = self._place.run, self._replication
+        told = options.for_saver(keep, keep_every, *every, failures=fails_every, run=run, replication=copies)
         self._link = Link(str(self.directory), self._place, told)
-        self._stager, self._turns = self._come(slots)
+        self._stager, self._turns = self._come(copies.slots(slots))
         optimizers = [part.optimizer for part in self._parts if isinstance(part, Optimizer)]
         self._copier = Copier(mode, verify, optimizers, self._tried)
         self._leave = turns.leave_at_exit(self)
@@ -135,6 +144,7 @@ class FlashCheckpoint:
                 parts=self._parts,
                 collect=lambda: self._census.of_parts(self._parts),
                 timeout=self._restore_timeout,
+                replicas=self._replication.replicas,
             )
             in_memory = [seal.step for seal in stager.ledger.seals()]
             return stager, Turns(self.directory, turns.earlier_step(self.directory, in_memory))
@@ -181,7 +191,11 @@ class FlashCheckpoint:
         self._attendant.look()
         if disk is None:
             disk = self._owed or self._disk_every.has(step)
-        if not disk and not self._memory_every.has(step) and not self._is_armed(step):
+        if (
+            not disk
+            and not self._memory_every.has(step)
+            and not self._together.heard(self._stager.is_armed(step), not self._memory_every.steps)
+        ):
             self._stager.tried(step)
             return Receipt.ended(step, Level.SKIPPED, f"not due: {self._memory_every}")
         self._stager.serve()
@@ -203,13 +217,6 @@ class FlashCheckpoint:
                 self._tried(step)
         self._newest = receipt
         return receipt
-
-    def _is_armed(self, step: int) -> bool:
-        """Whether the saver's clock wants a snapshot. It may not be heard by all ranks at once."""
-        armed = self._stager.is_armed(step)
-        if not self._together.needed:
-            return armed
-        return not self._memory_every.steps and self._together.any(armed)
 
     def _tried(self, step: int) -> None:
         """This rank is through with a step. Called by the thread that copies, where one does."""
@@ -252,8 +259,7 @@ class FlashCheckpoint:
         found = self._agree(step, load, allow_fresh_start)
         if found is None:
             begin_afresh(step, allow_fresh_start, self._place, self.directory)
-            return 0
-        return found + 1
+        return 0 if found is None else found + 1
 
     def rollback(self, steps: int = 0, *, before: int | None = None) -> int:
         """Go back in the middle of training: all ranks together, to the newest snapshot that is at least ``steps`` steps older than
@@ -335,12 +341,15 @@ class FlashCheckpoint:
         self._refuse_if_closed()
         self._copier.join()
         receipt, level = self._find(step), options.level(level)
+        if level == Level.REPLICATED and not self._replication.replicas:
+            raise ConfigError(
+                "wait(level=REPLICATED): nothing is replicated; that takes replicas=1 and more than one node."
+            )
         self._attendant.await_level(receipt, level, options.seconds("timeout", timeout))
         return receipt
 
     def _find(self, step: int | None) -> Receipt:
-        found = [receipt for receipt in self._stager.receipts.values() if receipt.step == step]
-        chosen = self._newest if step is None else (found[-1] if found else None)
+        chosen = self._newest if step is None else self._stager.receipt_of(step)
         if chosen is None:
             raise CheckpointError(f"no save {'was made' if step is None else f'of step {step} is in memory'}.")
         return chosen
@@ -373,9 +382,7 @@ class FlashCheckpoint:
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         if error is None:
             self.close()
-        elif (
-            not self._closed
-        ):  # on the way out with an error: the saver makes durable what is complete; nobody waits for it
+        elif not self._closed:  # with an error: the saver makes durable what is complete; nobody waits for it
             self._closed = True
             atexit.unregister(self._leave)
             self._copier.close()

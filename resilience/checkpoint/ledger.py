@@ -8,13 +8,15 @@ The rank and its saver share it; every word has one writer (R or S), as in the r
     9 failures so far (S)  10 newest attempt: step + 1 (R)  11 serial of the last seal given (R)
     12 take a snapshot from this step + 1 on (S; 0: no wish)                 13 pid of the rank (R)
     14 ns that the last snapshot took (R)          15 so much of what is being written is on disk, per mille (S)
-    16- rows of 18 words, one per slot:
+    16 serial of the newest REPLICATED seal (S)    17-19 unused
+    20- rows of 19 words, one per slot:
         0 serial (R; 0: unsealed)     1 generation (R)      2 step (R)            3 plan (R)
         4 world (R)                   5 data bytes (R)      6 header at (R)       7 header bytes (R)
         8 values at (R)               9 values bytes (R)    10 header's digest (R) 11 values' digest (R)
         12 sealed at, ns (R)          13 checksum of the above (R)
         14 leased serial (S)          15 decision: serial * 4 + PENDING, COMPLETE or VOID (S)
         16 serial that is durable (S) 17 to be written to disk (R)
+        18 serial that other nodes have copies of (S)
 
 A seal is written last, serial at the very end, and taken back first; a reader that finds the checksum wrong finds no seal.
 
@@ -28,20 +30,20 @@ import mmap
 import os
 import threading
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from resilience.checkpoint import slots
 from resilience.checkpoint.slots import Slot
 
-MAGIC = int.from_bytes(b"RSLLEDG2", "little")
+MAGIC = int.from_bytes(b"RSLLEDG3", "little")
 NBYTES = mmap.PAGESIZE
 MAX_SLOTS = 16
 (L_MAGIC, L_SLOTS, L_RANK, L_WORLD, L_GENERATION, L_CYCLE, L_COMPLETE, L_DURABLE, L_ALIVE, L_FAILURES) = range(10)
-L_ATTEMPT, L_SERIAL, L_STAGE_FROM, L_PID, L_COST, L_WRITTEN = range(10, 16)
-_ROWS = 16
-_ROW = 18
+L_ATTEMPT, L_SERIAL, L_STAGE_FROM, L_PID, L_COST, L_WRITTEN, L_REPLICATED = range(10, 17)
+_ROWS = 20
+_ROW = 19
 (S_SERIAL, S_GENERATION, S_STEP, S_PLAN, S_WORLD, S_DATA, S_HEADER_AT, S_HEADER, S_VALUES_AT, S_VALUES) = range(10)
-S_HEADER_SUM, S_VALUES_SUM, S_SEALED_AT, S_CHECK, S_LEASE, S_DECISION, S_DURABLE, S_DISK = range(10, 18)
+S_HEADER_SUM, S_VALUES_SUM, S_SEALED_AT, S_CHECK, S_LEASE, S_DECISION, S_DURABLE, S_DISK, S_REPLICATED = range(10, 19)
 _SIGNED = S_CHECK  # the words that the checksum covers
 
 
@@ -80,11 +82,17 @@ class Seal:
     decision: int = slots.PENDING
     durable: int = 0  # the serial that is on disk
     on_disk: int = 0  # whether the rank wants it there
+    replicated: int = 0  # the serial that other nodes have copies of
 
     @property
     def is_durable(self) -> bool:
         """Whether it is on disk."""
         return self.durable == self.serial
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether other nodes have copies of it."""
+        return self.replicated == self.serial
 
     @property
     def key(self) -> tuple[int, int]:
@@ -140,11 +148,11 @@ class Ledger:
             return None
         decided, verdict = divmod(row[S_DECISION], 4)
         verdict = verdict if decided == row[S_SERIAL] else slots.PENDING
-        fields = [index, *row[:S_CHECK], verdict, row[S_DURABLE], row[S_DISK]]
+        fields = [index, *row[:S_CHECK], verdict, row[S_DURABLE], row[S_DISK], row[S_REPLICATED]]
         return Seal(*fields)
 
     def rule_view(self) -> tuple[list[Slot], int]:
-        """Return the slots and W as the slot rule sees them: W first, then the leases."""
+        """Return the slots and W as the slot rule sees them: W first, then the leases, then what is REPLICATED."""
         newest = self.words[L_COMPLETE]
         fence()
         found = []
@@ -154,6 +162,10 @@ class Ledger:
             decided, verdict = divmod(self.words[base + S_DECISION], 4)
             leased = serial != 0 and self.words[base + S_LEASE] == serial
             found.append(Slot(serial, verdict if decided == serial else slots.PENDING, leased))
+        fence()
+        kept = self.words[L_REPLICATED]
+        if kept:
+            found = [replace(slot, kept=slot.serial == kept) for slot in found]
         return found, newest
 
     # -- the rank's part --------------------------------------------------------------------------------------------
@@ -207,12 +219,27 @@ class Ledger:
         self.words[_ROWS + seal.slot * _ROW + S_DURABLE] = seal.serial
         self.words[L_DURABLE] = max(self.words[L_DURABLE], seal.serial)
 
+    def mark_replicated(self, seal: Seal) -> None:
+        """Write that other nodes have copies of a snapshot. From here on it is kept until there is a newer one: whoever leased it
+        may let go of it now, and not before."""
+        self.words[_ROWS + seal.slot * _ROW + S_REPLICATED] = seal.serial
+        self.words[L_REPLICATED] = max(self.words[L_REPLICATED], seal.serial)
+        fence()
+
+    def replicated(self) -> Seal | None:
+        """Return the newest seal that other nodes have copies of, if it is there."""
+        kept = self.words[L_REPLICATED]
+        return next((seal for seal in self.seals() if kept and seal.serial == kept), None)
+
     def go_back_to(self, seal: Seal | None) -> None:
         """Void every seal that is newer than ``seal`` (all, for ``None``), which is W from now on. Nobody may be saving.
 
         ``seal`` is COMPLETE then, even if it was voided when the job went back behind it once: otherwise it could be
         overwritten before there is another one.
         """
+        kept = self.replicated()
+        if kept is not None and (seal is None or kept.key > seal.key):
+            self.words[L_REPLICATED] = 0
         if seal is not None:
             self.words[_ROWS + seal.slot * _ROW + S_DECISION] = seal.serial * 4 + slots.COMPLETE
             fence()

@@ -5,19 +5,17 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from resilience.checkpoint import sharding
+from resilience.checkpoint import limits, sharding
 from resilience.checkpoint.optimizers import Optimizer
 from resilience.checkpoint.plan import SHARED
 from resilience.checkpoint.state import Part
 from resilience.errors import CheckpointError
 
-_V2, _V1 = Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/memory")
-_NO_LIMIT = 1 << 60
+available = limits.available
 
 
 class NotEnoughMemory(CheckpointError):  # noqa: N818 - reads as what it is
@@ -41,67 +39,17 @@ def check(nbytes: int, what: str, announce: Callable[[int, int], tuple[int, int]
         )
 
 
-def available() -> tuple[int, str]:
-    """Return how much memory may still be used, and by whose limit: the machine's, or that of a control group (v1 or v2)."""
-    machine = _field(Path("/proc/meminfo"), "MemAvailable:") * 1024
-    found = [(machine or _NO_LIMIT, "the machine")]
-    for group in _groups():
-        for limit_name, used_name, cache_name in (
-            ("memory.max", "memory.current", "inactive_file"),
-            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-        ):
-            limit, used = _number(group / limit_name), _number(group / used_name)
-            if limit is not None and used is not None and limit < _NO_LIMIT:
-                cache = _field(group / "memory.stat", cache_name)  # the kernel takes that back when it has to
-                found.append((limit - used + cache, f"the control group ({limit / 1e9:.2f} GB)"))
-    return min(found)
-
-
-def _groups() -> Iterable[Path]:
-    """Yield this process's memory control groups, from its own up to the root."""
-    try:
-        lines = Path("/proc/self/cgroup").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return
-    for line in lines:
-        number, controllers, path = line.split(":", 2)
-        if "memory" in controllers.split(","):
-            root = _V1
-        elif number == "0" and (_V2 / "cgroup.controllers").exists():
-            root = _V2
-        else:
-            continue
-        folder = root / path.lstrip("/")
-        folder = folder if folder.is_dir() else root
-        while folder != root.parent:
-            yield folder
-            folder = folder.parent
-
-
-def _number(path: Path) -> int | None:
-    try:
-        text = path.read_text(encoding="ascii").strip()
-    except OSError:
-        return None
-    return int(text) if text.isdigit() else None
-
-
-def _field(path: Path, name: str) -> int:
-    try:
-        rows = [line.split() for line in path.read_text(encoding="ascii").splitlines()]
-    except OSError:
-        return 0
-    return next((int(row[1]) for row in rows if row and row[0] == name), 0)
-
-
-def missing_optimizer_state(parts: Iterable[Part], local_world: int) -> int:
-    """Return the bytes that the optimizers' state will take once they have made their first step, as far as it is not there."""
-    total = 0
+def missing_optimizer_state(parts: Iterable[Part], local_world: int) -> tuple[int, int]:
+    """Return the bytes that the optimizers' state will take once they have made their first step, as far as it is not there: all
+    that this rank stages, and of that what is its own."""
+    total = own = 0
     for part in parts:
         if isinstance(part, Optimizer):
-            share = local_world if part.owner(torch.empty(0)) == SHARED else 1
-            total += -(-_missing(part.optimizer) // share)
-    return total
+            shared = part.owner(torch.empty(0)) == SHARED
+            share = -(-_missing(part.optimizer) // (local_world if shared else 1))
+            total += share
+            own += 0 if shared else share
+    return total, own
 
 
 def _missing(optimizer: torch.optim.Optimizer) -> int:

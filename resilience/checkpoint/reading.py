@@ -96,9 +96,11 @@ def open_memory(
         view = memoryview(room)
         header = _sealed(view, peer["header"], f"the header of rank {peer['rank']} in memory is")
         source.add(Shard(bytes_of(room), shards.parse_header(header, peer["data"])), peer["rank"] == rank)
-        if peer["rank"] == rank:
+        wanted = message["digests"] if peer["rank"] == rank else peer.get("digests")
+        if wanted is not None:
             data = view[: peer["data"]]
-            check.add(data, digest.chunk_size(len(data)), message["digests"], "memory")
+            check.add(data, digest.chunk_size(len(data)), wanted, "memory")
+        if peer["rank"] == rank:
             values.append(decode(_sealed(view, message["values"], f"the values of rank {rank} in memory are")))
     if not values:
         raise CheckpointError(f"the snapshot in memory has nothing of rank {rank}")

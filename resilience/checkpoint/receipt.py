@@ -58,6 +58,11 @@ class Receipt:
             self._final = self._look()
 
     @property
+    def is_settled(self) -> bool:
+        """Whether it stays where it stands: it was skipped, failed, or another save has its slot."""
+        return self._final is not None or self.level in (Level.SKIPPED, Level.FAILED)
+
+    @property
     def level(self) -> Level:
         """Where the save stands."""
         return (self._final or self._look())[0]

@@ -77,7 +77,8 @@ def agree(
         if answer.get("go"):
             took = time.monotonic() - began
             _LOG.info(
-                "step %s restored from %s in %.2f s (rank %s).", chosen["step"], chosen["found"], took, place.rank
+                "step %s restored from %s in %.2f s (rank %s).",
+                *(chosen["step"], chosen.get("where", chosen["found"]), took, place.rank),
             )
             begin(int(answer["generation"]))
             return int(chosen["step"])

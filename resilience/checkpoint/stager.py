@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from resilience.checkpoint import cuda, digest, garbage, plan, slots
+from resilience.checkpoint import cuda, digest, garbage, ownership, plan, slots
 from resilience.checkpoint.arena import Slot, forget_slots
 from resilience.checkpoint.ledger import (
     L_ATTEMPT,
@@ -85,7 +85,10 @@ class Stager:
             for index, slot in enumerate(held):
                 if slot.nbytes >= made.data_bytes:
                     self._targets_in(index, slot, made)
-        self._headers: dict[int, tuple[int, int]] = {}  # by slot: the plan whose header stands in it, and its digest
+        self._owned: tuple[Plan | None, bytes] = (None, b"")  # of a plan: whose its tensors are
+        self._headers: dict[
+            int, tuple[tuple[int, bytes], int]
+        ] = {}  # by slot: whose header stands in it, and its digest
         self.receipts: dict[int, Receipt] = {}  # by slot
         self._skipped = 0
         self._page = attach.page_if_attached()
@@ -159,9 +162,10 @@ class Stager:
         if old is not None:
             old.settle()
         header_at = aligned(made.data_bytes)
-        values_at = header_at + len(made.header)
+        owned = self._owned_of(made)
+        values_at = header_at + len(made.header) + len(owned)
         self.ledger.begin(index)
-        slot = self._room(index, values_at + len(values), made)
+        slot = self._room(index, values_at + len(values), made, owned)
         slot.map[values_at : values_at + len(values)] = values
         where = (made.data_bytes, header_at, len(made.header), values_at, len(values))
         sums = (self._headers[index][1], digest.short(values))
@@ -216,6 +220,11 @@ class Stager:
             return Level.FAILED, draft.wrong
         return self._standing(draft.index, draft.serial) if draft.serial else (Level.COPYING, "")
 
+    def receipt_of(self, step: int) -> Receipt | None:
+        """Return the receipt of a step that is in a slot."""
+        found = [receipt for receipt in self.receipts.values() if receipt.step == step]
+        return found[-1] if found else None
+
     def mapped(self, fd: int) -> mmap.mmap | None:
         """Return our mapping of the slot that a descriptor stands for, if it is one of ours: a new one costs page faults."""
         found = os.fstat(fd)
@@ -262,7 +271,18 @@ class Stager:
             self._plan = plan.make_plan(state, self._place.local_rank, self._place.local_world)
         return self._plan
 
-    def _room(self, index: int, nbytes: int, made: Plan) -> Slot:
+    def _owned_of(self, made: Plan) -> bytes:
+        """Return which bytes are this rank's alone, as the slot says it to the saver."""
+        if self._owned[0] is not made:
+            spans = [
+                (piece.start, piece.start + piece.nbytes)
+                for piece, part in zip(made.pieces, made.parts, strict=True)
+                if made.owners[part.index] != plan.SHARED
+            ]
+            self._owned = made, ownership.pack(spans)
+        return self._owned[1]
+
+    def _room(self, index: int, nbytes: int, made: Plan, owned: bytes) -> Slot:
         """Return the slot, large enough, with the plan's header in place."""
         slot = self._slots[index]
         if slot.nbytes < nbytes:
@@ -278,11 +298,11 @@ class Stager:
             _LOG.log(
                 level, "the state has grown: slot %s has %.2f GB now (rank %s).", index, gigabytes, self._place.rank
             )
-        if self._headers.get(index, (-1,))[0] != made.id:
+        if self._headers.get(index, (None,))[0] != (made.id, owned):
             at = aligned(made.data_bytes)
-            slot.map[at : at + len(made.header)] = made.header
+            slot.map[at : at + len(made.header) + len(owned)] = made.header + owned
             slot.map[made.data_bytes : at] = bytes(at - made.data_bytes)
-            self._headers[index] = made.id, digest.short(made.header)
+            self._headers[index] = (made.id, owned), digest.short(made.header)
         return slot
 
     def _targets_in(self, index: int, slot: Slot, made: Plan) -> list[torch.Tensor]:
@@ -299,6 +319,8 @@ class Stager:
             return Level.DURABLE, ""
         if seal.decision == slots.VOID:
             return Level.FAILED, "another rank did not save this step"
+        if seal.is_replicated:
+            return Level.REPLICATED, ""
         return (Level.COMPLETE if seal.decision == slots.COMPLETE else Level.STAGED), ""
 
 

@@ -29,6 +29,10 @@ class Together:
         """Whether a rank says so."""
         return self._reduced(mine, distributed.ReduceOp.MAX) if self.needed else mine
 
+    def heard(self, mine: bool, by_clock: bool) -> bool:
+        """Whether the saver's clock wants a snapshot. Not all ranks may have heard it; where no clock is used, none asks."""
+        return mine if not self.needed else by_clock and self.any(mine)
+
     @contextlib.contextmanager
     def or_none(self) -> Iterator[None]:
         """Go on behind this only if no rank has raised in it."""

@@ -3,6 +3,9 @@
 A rank saves in four: it reads W, looks at its slots and chooses, takes the seal back (from here it writes), seals. A saver looks
 at one rank after the other, decides, leases on one rank after the other, tells one rank after the other. Anybody may die between
 any two. What is decided is decided by the real functions; what stands here are the words of the ledgers, as plain tuples.
+
+With replication a snapshot is leased as one that is written is, until the chair knows that other nodes have copies of all of it;
+then one rank after the other is told, and the lease ends.
 """
 
 from __future__ import annotations
@@ -44,10 +47,12 @@ class Rank(NamedTuple):
     tries: int = 0  # steps that it was through with, in all its lives
     serial: int = 0
     w: int = 0
+    r: int = 0  # serial of the newest REPLICATED
     generation: int = 1
     attempt: int = 0
     seen: tuple[Slot, ...] = ()  # what it has read of its slots (only with the wrong order)
     seen_w: int = 0
+    seen_r: int = 0  # (only with the wrong order)
     target: int = -1
 
 
@@ -58,6 +63,9 @@ class World(NamedTuple):
     views: tuple[View, ...] = ()
     ops: tuple[Op, ...] = ()
     writing: Key | None = None
+    sending: Key | None = None
+    replicated: Key | None = None  # the newest that the chair knows other nodes to have copies of
+    sends: int = 0
     cycle: int = 1
     generation: int = 1
     acknowledged: Key | None = None
@@ -78,6 +86,10 @@ class Rules:
     new_generation: bool = True  # a new cycle gets a generation of its own
     leases_taken_over: bool = True  # a new saver lets go of what the dead one had leased
     chosen_is_complete: bool = True  # what is gone back to is COMPLETE, even if it was void
+    replicated_is_kept: bool = True
+    replicated_before_release: bool = True  # the saver says so before the lease ends
+    replicated_read_last: bool = True  # the rank reads that after the leases
+    replicated_told_again: bool = True  # a new saver tells all ranks what one was told
 
 
 @dataclass(frozen=True)
@@ -92,6 +104,7 @@ class Limits:
     saver_deaths: int = 1
     writes: int = 1  # snapshots that are written to disk
     failures: int = 0  # copies that fail
+    sends: int = 0  # snapshots that are sent to other nodes
     together: bool = False  # whether ranks die all at once only
 
 
@@ -157,14 +170,16 @@ def rank_moves(world: World, number: int, rank: Rank, limits: Limits, rules: Rul
     if rank.phase == READ:
         behind = min(other.step for other in world.ranks)
         if rank.tries < limits.saves and rank.step - behind <= limits.lead:
-            seen = () if rules.w_before_leases else view_of(rank)
-            yield with_rank(world, number, rank._replace(phase=CHOOSE, seen_w=rank.w, seen=seen))
+            seen = () if rules.w_before_leases else view_of(rank, rules)
+            early = 0 if rules.replicated_read_last else rank.r
+            yield with_rank(world, number, rank._replace(phase=CHOOSE, seen_w=rank.w, seen=seen, seen_r=early))
     elif rank.phase == CHOOSE:
-        found = rules.choose(view_of(rank), rank.seen_w) if rules.w_before_leases else rules.choose(rank.seen, rank.w)
+        view = view_of(rank, rules)
+        found = rules.choose(view, rank.seen_w) if rules.w_before_leases else rules.choose(rank.seen, rank.w)
         if found is None:
             yield with_rank(world, number, through(rank))
         else:
-            yield with_rank(world, number, rank._replace(phase=BEGIN, target=found, seen=(), seen_w=0))
+            yield with_rank(world, number, rank._replace(phase=BEGIN, target=found, seen=(), seen_w=0, seen_r=0))
     elif rank.phase == BEGIN:
         if rank.cells[rank.target].leased:
             raise BrokenRule(f"rank {number} writes into a slot that is leased: {world}")
@@ -176,19 +191,20 @@ def rank_moves(world: World, number: int, rank: Rank, limits: Limits, rules: Rul
             yield with_rank(world, number, through(rank))._replace(failures=world.failures + 1)
 
 
-def view_of(rank: Rank) -> tuple[Slot, ...]:
-    return tuple(Slot(cell.serial, cell.decision, cell.leased) for cell in rank.cells)
+def view_of(rank: Rank, rules: Rules) -> tuple[Slot, ...]:
+    kept = (rank.r if rules.replicated_read_last else rank.seen_r) if rules.replicated_is_kept else 0
+    return tuple(Slot(cell.serial, cell.decision, cell.leased, 0 < cell.serial == kept) for cell in rank.cells)
 
 
 def through(rank: Rank) -> Rank:
     """A rank that is through with a step, whatever came of it."""
     step, tries = rank.step + 1, rank.tries + 1
-    return rank._replace(phase=READ, step=step, attempt=step, tries=tries, target=-1, seen=(), seen_w=0)
+    return rank._replace(phase=READ, step=step, attempt=step, tries=tries, target=-1, seen=(), seen_w=0, seen_r=0)
 
 
 def dead(rank: Rank) -> Rank:
     """A rank that was killed. What it was writing is unsealed, and stays so."""
-    return rank._replace(phase=DEAD, target=-1, seen=(), seen_w=0)
+    return rank._replace(phase=DEAD, target=-1, seen=(), seen_w=0, seen_r=0)
 
 
 def come_again(world: World, rules: Rules) -> World:
@@ -205,7 +221,7 @@ def come_again(world: World, rules: Rules) -> World:
 
 def saver_moves(world: World, limits: Limits, rules: Rules) -> Iterator[World]:
     """Yield what the saver may do next. It does one thing at a time, and is through with it before the next."""
-    if world.saver_deaths < limits.saver_deaths and (world.ops or world.views or world.writing):
+    if world.saver_deaths < limits.saver_deaths and (world.ops or world.views or world.writing or world.sending):
         yield new_saver(world, rules)
     if world.ops:
         yield from obey(world, limits, rules)
@@ -213,6 +229,12 @@ def saver_moves(world: World, limits: Limits, rules: Rules) -> Iterator[World]:
     yield look(world)
     if world.views:
         return
+    if world.sending is not None:
+        yield arrived(world)
+    elif world.sends < limits.sends:  # the last one has arrived: the newest is next
+        newest = next(iter(in_memory(world)), None)
+        if newest is not None and newest != world.replicated and is_complete(world, newest):
+            yield send(world, newest)._replace(ops=lease_ops(world, newest))
     if world.writing is not None:
         yield on_disk(world)
     elif world.writes < limits.writes:  # somebody died, or asks for it: the newest is to be durable
@@ -251,13 +273,16 @@ def obey(world: World, limits: Limits, rules: Rules) -> Iterator[World]:
     world = world._replace(ops=rest)
     if what == "complete":
         yield from complete(world, key, limits)
+    elif what == "replicated":
+        yield world._replace(replicated=key, sending=None)
     elif what == "void":
         having = [number for number, rank in enumerate(world.ranks) if index_of(rank, key) is not None]
         yield world._replace(ops=(*(("tell void", number, key) for number in having), *rest))
     elif what == "go":
         acknowledged = key
         ready = [rank._replace(phase=READ, step=key[1] + 1 if key else 0) for rank in world.ranks]
-        yield world._replace(ranks=tuple(ready), acknowledged=acknowledged)
+        known = world.replicated if key and world.replicated and world.replicated <= key else None
+        yield world._replace(ranks=tuple(ready), acknowledged=acknowledged, replicated=known)
     else:
         yield on_rank(world, what, number, key, rules)
 
@@ -276,10 +301,28 @@ def complete(world: World, key: Key | None, limits: Limits) -> Iterator[World]:
     if world.writes < limits.writes and world.writing is None:
         lease = lease_ops(world, key)
         yield order(world, key)._replace(ops=(*lease, *tell, *world.ops))
+    if world.sends < limits.sends and world.sending is None:
+        yield send(world, key)._replace(ops=(*lease_ops(world, key), *tell, *world.ops))
 
 
 def order(world: World, key: Key) -> World:
     return world._replace(writing=key, writes=world.writes + 1)
+
+
+def send(world: World, key: Key) -> World:
+    return world._replace(sending=key, sends=world.sends + 1)
+
+
+def arrived(world: World) -> World:
+    """Other nodes have copies of all of it: the chair knows, and tells one rank after the other."""
+    tell: tuple[Op, ...] = tuple(("tell replicated", number, world.sending) for number in range(len(world.ranks)))
+    return world._replace(ops=(("replicated", 0, world.sending), *tell))
+
+
+def is_complete(world: World, key: Key) -> bool:
+    """Whether every rank was told that all have a snapshot."""
+    found = [rank.cells[index] for rank in world.ranks if (index := index_of(rank, key)) is not None]
+    return all(cell.decision == COMPLETE for cell in found)
 
 
 def lease_ops(world: World, key: Key) -> tuple[Op, ...]:
@@ -302,6 +345,8 @@ def on_rank(world: World, what: str, number: int, key: Key | None, rules: Rules)
             return world  # overwritten meanwhile, by a rank that knew
         raise BrokenRule(f"{what} {key}: rank {number} has overwritten it: {world}")
     cell = rank.cells[index]
+    if what in ("tell replicated", "tell replicated late"):
+        return tell_replicated(world, number, index, what, rules)
     if what == "lease":
         return with_rank(world, number, with_cell(rank, index, cell._replace(leased=True)))
     verdict = COMPLETE if what == "tell complete" else VOID
@@ -312,10 +357,24 @@ def on_rank(world: World, what: str, number: int, key: Key | None, rules: Rules)
     return with_rank(world, number, rank)
 
 
+def tell_replicated(world: World, number: int, index: int, what: str, rules: Rules) -> World:
+    """Say that other nodes have copies, and let the slot go, unless it is being written to disk."""
+    rank = world.ranks[number]
+    cell = rank.cells[index]
+    free = with_cell(rank, index, cell._replace(leased=cell.leased and world.writing == cell.key))
+    if rules.replicated_before_release or what == "tell replicated late":
+        return with_rank(world, number, free._replace(r=max(rank.r, cell.serial)))
+    late: Op = ("tell replicated late", number, cell.key)
+    return with_rank(world, number, free)._replace(ops=(late, *world.ops))
+
+
 def go_back(rank: Rank, key: Key | None, rules: Rules) -> Rank:
     """As :meth:`Ledger.go_back_to`."""
     chosen = index_of(rank, key)
     rank = rank._replace(w=rank.cells[chosen].serial if chosen is not None else 0)
+    kept = [cell.key for cell in rank.cells if cell.serial and cell.serial == rank.r]
+    if not kept or key is None or kept[0] > key:
+        rank = rank._replace(r=0)
     for index, cell in enumerate(rank.cells):
         if cell.serial and (key is None or cell.key > key):
             rank = with_cell(rank, index, cell._replace(decision=VOID))
@@ -330,13 +389,31 @@ def on_disk(world: World) -> World:
         index = index_of(rank, world.writing)
         if index is None:
             raise BrokenRule(f"rank {number} has overwritten what was being written to disk: {world}")
-        world = with_rank(world, number, with_cell(rank, index, rank.cells[index]._replace(leased=False)))
+        sent = world.sending == world.writing
+        world = with_rank(world, number, with_cell(rank, index, rank.cells[index]._replace(leased=sent)))
     return world._replace(writing=None)
 
 
 def new_saver(world: World, rules: Rules) -> World:
-    """The saver dies, another one takes over what is in the ledgers."""
+    """The saver dies, another one takes over what is in the ledgers. What one rank knows to be REPLICATED all are told, before the
+    lease of it ends; what was on its way is not any more."""
+    known = [cell.key for rank in world.ranks for cell in rank.cells if cell.serial and cell.serial == rank.r]
+    last = max(known, default=None)
+    tell: tuple[Op, ...] = ()
+    if last is not None and rules.replicated_told_again:
+        having = [number for number, rank in enumerate(world.ranks) if index_of(rank, last) is not None]
+        tell = tuple(("tell replicated", number, last) for number in having)
     ranks = world.ranks
     if rules.leases_taken_over:
-        ranks = tuple(rank._replace(cells=tuple(cell._replace(leased=False) for cell in rank.cells)) for rank in ranks)
-    return world._replace(ranks=ranks, views=(), ops=(), writing=None, saver_deaths=world.saver_deaths + 1)
+        ranks = tuple(
+            rank._replace(
+                cells=tuple(
+                    cell._replace(leased=bool(tell) and cell.leased and cell.key == last) for cell in rank.cells
+                )
+            )
+            for rank in ranks
+        )
+    # Nobody was told of what the dead one alone knew to be REPLICATED.
+    replicated = last if world.replicated is not None else None
+    world = world._replace(ranks=ranks, views=(), ops=tell, writing=None, sending=None, replicated=replicated)
+    return world._replace(saver_deaths=world.saver_deaths + 1)

@@ -18,8 +18,8 @@ import pytest
 from resilience.checkpoint import digest, writing
 from resilience.checkpoint.arena import Slot
 from resilience.checkpoint.ledger import Ledger, Seal
-from resilience.checkpoint.saver.chair import Write
 from resilience.checkpoint.saver.clerk import Clerk, Part, Written, commit, digests_of, parts_of, persist, prune
+from resilience.checkpoint.saver.seats import Write
 from resilience.checkpoint.storage import Directory, DirectoryInUse
 from resilience.errors import CheckpointError
 

@@ -32,6 +32,8 @@ def check(world: World) -> None:
     found = in_memory(world)
     if world.acknowledged is not None and (not found or found[0] < world.acknowledged):
         raise BrokenRule(f"{world.acknowledged} was acknowledged, and there is only {found}: {world}")
+    if world.replicated is not None and world.replicated not in found:
+        raise BrokenRule(f"{world.replicated} was replicated, and there is only {found}: {world}")
 
 
 def completes(before: World, after: World) -> bool:
@@ -97,6 +99,22 @@ def test_what_was_acknowledged_can_be_restored_in_every_state_and_there_is_alway
     assert explore(limits) > 10_000
 
 
+@pytest.mark.parametrize(
+    "limits",
+    [
+        Limits(ranks=2, slots=3, saves=4, crashes=0, saver_deaths=0, writes=0, sends=2),
+        Limits(ranks=2, slots=3, saves=3, crashes=0, saver_deaths=1, writes=0, sends=2),
+        Limits(ranks=2, slots=3, saves=3, crashes=0, saver_deaths=0, writes=1, sends=1),
+        Limits(ranks=2, slots=3, saves=3, crashes=1, saver_deaths=0, writes=0, sends=1, together=True),
+        Limits(ranks=2, slots=4, saves=4, crashes=0, saver_deaths=0, writes=0, sends=2),
+        Limits(ranks=2, slots=2, saves=4, crashes=0, saver_deaths=0, writes=0, sends=2),
+    ],
+    ids=str,
+)
+def test_what_other_nodes_have_copies_of_is_kept_by_all_ranks_until_there_is_a_newer_one(limits: Limits) -> None:
+    assert explore(limits) > 10_000
+
+
 @pytest.mark.parametrize("number", [2, 3])
 def test_ranks_that_run_far_apart_lose_nothing(number: int) -> None:
     assert explore(Limits(ranks=2, slots=number, saves=4, lead=3, crashes=0, saver_deaths=1, writes=2)) > 10_000
@@ -123,6 +141,7 @@ def forgets_leases(found: Sequence[Slot], newest_complete: int) -> int | None:
 
 
 SMALL = Limits(ranks=2, slots=2, saves=4, crashes=0, saver_deaths=0, writes=2)
+SENDING = Limits(ranks=2, slots=3, saves=4, crashes=0, saver_deaths=0, writes=0, sends=2)
 
 
 @pytest.mark.parametrize(
@@ -138,6 +157,10 @@ SMALL = Limits(ranks=2, slots=2, saves=4, crashes=0, saver_deaths=0, writes=2)
         (Rules(new_generation=False), Limits(2, 2, 3, crashes=1, writes=0), "different cycles"),
         (Rules(leases_taken_over=False), Limits(2, 2, 4, crashes=0, saver_deaths=1), "nothing can be completed"),
         (Rules(chosen_is_complete=False), Limits(2, 2, 3, crashes=2, saver_deaths=0, writes=0), "was acknowledged"),
+        (Rules(replicated_is_kept=False), SENDING, "was replicated"),
+        (Rules(replicated_before_release=False), SENDING, "was replicated|has overwritten"),
+        (Rules(replicated_read_last=False), SENDING, "was replicated|leased"),
+        (Rules(replicated_told_again=False), Limits(2, 3, 4, crashes=0, writes=0, sends=2), "was replicated"),
     ],
     ids=[
         "pending ones may go",
@@ -150,6 +173,10 @@ SMALL = Limits(ranks=2, slots=2, saves=4, crashes=0, saver_deaths=0, writes=2)
         "a new cycle in the old generation",
         "leases of a dead saver stay",
         "what is gone back to stays void",
+        "what is replicated may go",
+        "the lease ends before it is said to be replicated",
+        "the rank reads what is replicated before the leases",
+        "a new saver does not say again what is replicated",
     ],
 )
 def test_wrong_rule_is_found(rules: Rules, limits: Limits, what: str) -> None:

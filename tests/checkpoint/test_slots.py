@@ -63,7 +63,8 @@ def test_each_reason_is_said_in_words_and_counted() -> None:
     assert choose(slots, 3) is None
     text = why_not(slots, 3)
     assert text == (
-        "all 4 slots are taken: 1 still being written to disk, 2 not known to be sealed by all ranks yet, 1 the newest complete one"
+        "all 4 slots are taken: 1 still being written to disk or sent, 2 not known to be sealed by all ranks yet, 1 the newest "
+        "complete one"
     )
 
 

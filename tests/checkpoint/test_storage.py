@@ -24,7 +24,7 @@ import pytest
 from resilience.checkpoint import digest, files, manifest, storage, writing
 from resilience.checkpoint.manifest import Manifest, ManifestError
 from resilience.checkpoint.saver import clerk, restores
-from resilience.checkpoint.saver.chair import Write
+from resilience.checkpoint.saver.seats import Write
 from resilience.checkpoint.storage import Directory, DirectoryInUse, Stored
 from resilience.checkpoint.writing import Stopwatch
 from resilience.errors import CheckpointError

@@ -80,20 +80,27 @@ def await_end(it: Job, struck: list[tuple[str, ...]]) -> None:
         raise AssertionError(f"{wrong}: {left}\n{it.log()[-6000:]}") from None
 
 
-def check(notes: list[Note], memory_lost_at: list[float]) -> None:
-    """Nobody may have restored anything else than promise 5 allows."""
+def check(notes: list[Note], memory_lost_at: list[float], copies_lost_at: list[float] | None = None) -> None:
+    """Nobody may have restored anything else than promise 5 allows. ``copies_lost_at``: what a node kept for others is gone since
+    then; until a later step is replicated there are none."""
     assert not [note for note in notes if note.what == "BAD"], "what was restored is not what was saved"
-    complete = durable = -1
+    complete = durable = replicated = bar = farthest = -1
     seen: dict[int, list[int]] = {}
-    losses = sorted(memory_lost_at)
+    losses = sorted([(at, True) for at in memory_lost_at] + [(at, False) for at in copies_lost_at or ()])
     for note in notes:
-        while losses and losses[0] < note.at:
-            losses.pop(0)
-            complete = durable
+        while losses and losses[0][0] < note.at:
+            if losses.pop(0)[1]:
+                complete = max(durable, replicated)
+            replicated, bar = -1, farthest
         if note.what == "complete":
             complete = max(complete, note.step)
+        elif note.what == "replicated":
+            complete = max(complete, note.step)
+            replicated = max(replicated, note.step if note.step > bar else -1)
         elif note.what == "durable":
             durable, complete = max(durable, note.step), max(complete, note.step)
+        elif note.what == "step":
+            farthest = max(farthest, note.step)
         elif note.what in ("restored", "fresh"):
             assert note.step >= complete, f"rank {note.rank} went on from {note.step}, and {complete} was complete"
             seen.setdefault(note.rank, []).append(note.step)
@@ -144,15 +151,22 @@ NODE_OPTIONS = [*OPTIONS, "--ft-node-silence-timeout=5", "--ft-use-infra-group-r
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("copies", ["0", "1"], ids=["no copies", "copies"])
 @pytest.mark.parametrize("seed", range(max(1, ROUNDS // 4)))
 @pytest.mark.timeout(600)
-def test_what_is_restored_on_two_nodes_is_what_was_saved_whoever_is_killed(tmp_path: Path, seed: int) -> None:
+def test_what_is_restored_on_two_nodes_is_what_was_saved_whoever_is_killed(
+    tmp_path: Path, seed: int, copies: str
+) -> None:
+    """With copies in the memory of the other node a lost one costs no step that was replicated."""
     rng = random.Random(5000 + seed)
     script = [str(WORKLOADS / "snapshots.py"), str(tmp_path / "checkpoints"), "250", str(rng.choice([4, 2000]))]
     struck: list[tuple[str, ...]] = []
     lost: list[float] = []
+    copies_lost: list[float] = []
     with serving() as port, Fleet(tmp_path, "2", NODE_OPTIONS, script, port=port) as it:
-        it.env = {"DT": str(rng.choice([0.005, 0.02])), "DISK_EVERY": str(rng.choice([1, 3, 10]))}
+        it.env = {"DT": str(rng.choice([0.005, 0.02])), "DISK_EVERY": str(rng.choice([1, 3, 10])), "REPLICAS": copies}
+        if copies == "1":
+            it.env["DISK_EVERY"] = rng.choice(["10", "1000000"])
         gone: list[Job] = []
         for number in range(2):
             it.add(env={"GROUP_RANK": str(number)})
@@ -162,6 +176,8 @@ def test_what_is_restored_on_two_nodes_is_what_was_saved_whoever_is_killed(tmp_p
             if any(other.process.poll() is not None for other in it.nodes):
                 break
             struck.append(strike(node, rng))
+            if "saver" in struck[-1]:
+                copies_lost.append(time.monotonic())
             if "launcher" in struck[-1]:  # a node is lost, and another one takes its place
                 place = it.nodes.index(node)
                 lost.append(time.monotonic() + 1.0 if "saver" not in struck[-1] else time.monotonic())
@@ -174,7 +190,7 @@ def test_what_is_restored_on_two_nodes_is_what_was_saved_whoever_is_killed(tmp_p
             await_end(node, struck)
         notes = notes_of(*gone, *it.nodes)
         try:
-            check(notes, lost)
+            check(notes, lost, copies_lost)
         except AssertionError as wrong:
             raise AssertionError(f"{wrong}, after {struck}\n{it.logs()[-9000:]}") from None
     assert {note.rank for note in notes if note.what == "end"} == {0, 1, 2, 3}

@@ -2,7 +2,8 @@
 
     ddp_flash.py DIRECTORY STEPS [FAULT RANK STEP]
 
-FAULT ``kill`` or ``raise``, in cycle 0. At the end each rank writes the digest of everything it has to $PROGRESS/final_<rank>.
+FAULT ``kill`` or ``raise``, in cycle 0; ``node``: it stands still once the step is REPLICATED, for its node to be lost. At the end
+each rank writes the digest of everything it has to $PROGRESS/final_<rank>.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import os
 import random
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -52,6 +54,10 @@ class Loader:
 
 def strike(checkpoint: resilience.FlashCheckpoint, rank: int, step: int) -> None:
     if len(sys.argv) > 5 and CYCLE == 0 and (rank, step) == (int(sys.argv[4]), int(sys.argv[5])):
+        if sys.argv[3] == "node":
+            checkpoint.wait(level=Level.REPLICATED)
+            (PROGRESS / "ready").touch()
+            time.sleep(3600)
         checkpoint.wait(level=Level.COMPLETE)
         if sys.argv[3] == "raise":
             raise ValueError("bad batch")
@@ -72,6 +78,7 @@ def main() -> None:
     every = int(os.environ.get("DISK_EVERY", "1000000"))
     mode = os.environ.get("MODE", "blocking")
     things = {"model": model, "optimizer": optimizer, "schedule": schedule, "loader": loader}
+    things["replicas"] = int(os.environ.get("REPLICAS", "0"))
     with resilience.FlashCheckpoint(sys.argv[1], disk_every=every, mode=mode, **things) as checkpoint:
         start = checkpoint.restore(allow_fresh_start=True)
         with (PROGRESS / f"starts_{rank}").open("a") as file:

@@ -4,7 +4,8 @@
 
 ``model`` is the same on all ranks (staged once, divided), ``own`` is each rank's. With MODE=overlap there is a module with an
 optimizer too, copied behind the next step; with MODE=fsdp2 that is sharded over the ranks. Notes in $PROGRESS/rank_<r>:
-``restored-<step>`` or ``fresh``, ``BAD-…`` if it is not what it was, ``complete-<step>`` and ``durable-<step>`` as acknowledged.
+``restored-<step>`` or ``fresh``, ``BAD-…`` if it is not what it was, ``complete-<step>``, ``replicated-<step>`` and
+``durable-<step>`` as acknowledged. With REPLICAS=1 another node keeps copies.
 """
 
 from __future__ import annotations
@@ -100,7 +101,7 @@ def acknowledge(receipts: dict[int, Receipt]) -> None:
     """Note what is known by now of earlier saves."""
     for step, receipt in list(receipts.items()):
         level = receipt.level
-        if level in (Level.COMPLETE, Level.DURABLE):
+        if level in (Level.COMPLETE, Level.REPLICATED, Level.DURABLE):
             note(f"{level.value.lower()}-{step}")
         if level in (Level.DURABLE, Level.SKIPPED, Level.FAILED) or step < max(receipts) - 20:
             del receipts[step]
@@ -119,8 +120,12 @@ def main() -> None:
     marks = Marks(module)
     things = {"model": model, "own": own} | ({"module": module, "marks": marks} if mode != "blocking" else {})
     how = "blocking" if mode == "blocking" else "overlap"
+    disk_every = int(os.environ.get("DISK_EVERY", "3"))
+    copies: dict[str, Any] = {"replicas": int(os.environ.get("REPLICAS", "0"))}
+    if "BANDWIDTH" in os.environ:
+        copies["replica_bandwidth"] = os.environ["BANDWIDTH"]
     with resilience.FlashCheckpoint(
-        directory, disk_every=int(os.environ.get("DISK_EVERY", "3")), replicated=["model"], mode=how, **things
+        directory, disk_every=disk_every, replicated=["model"], mode=how, **copies, **things
     ) as checkpoint:
         note("restoring")
         start = checkpoint.restore(allow_fresh_start=True)

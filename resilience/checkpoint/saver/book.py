@@ -7,23 +7,23 @@ all nodes is the chair's (:mod:`chair`), who is asked through the council even i
 from __future__ import annotations
 
 import logging
-import os
 import selectors
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 from resilience.checkpoint import decisions
 from resilience.checkpoint.decisions import Key
 from resilience.checkpoint.ledger import L_ALIVE, L_ATTEMPT, L_FAILURES, L_GENERATION, L_SERIAL
 from resilience.checkpoint.saver import clerk
-from resilience.checkpoint.saver.chair import GONE_S, Chair, Message
+from resilience.checkpoint.saver.chair import GONE_S, Message
+from resilience.checkpoint.saver.copies import Copies, Later, Links
 from resilience.checkpoint.saver.council import Council
 from resilience.checkpoint.saver.member import Member, Snapshot
 from resilience.checkpoint.saver.restores import Tries
 from resilience.checkpoint.saver.roll import Cycle, Roll
-from resilience.checkpoint.schedule import Clock, Every
+from resilience.checkpoint.saver.wire import own_address
+from resilience.checkpoint.saver.wishes import Options
 from resilience.checkpoint.slots import COMPLETE, VOID
 from resilience.checkpoint.stores import Storage
 
@@ -34,25 +34,6 @@ _PATIENCE_NS = 30_000_000_000  # until a rank that does not save is named
 _SIGNS = (L_GENERATION, L_SERIAL, L_ATTEMPT)  # one of them changes whenever a rank has done something
 
 
-@dataclass
-class Options:
-    """What the ranks ask for; the first one's words count."""
-
-    keep: int = 3
-    keep_every: int = 0
-    memory: list[float] = field(default_factory=lambda: [0, 0.0, False])  # an Every each
-    disk: list[float] = field(default_factory=lambda: [0, 0.0, False])
-    failures_s: float = 0.0  # how long the job runs between two failures, on average
-    run: str = ""
-    facts: dict[str, Any] = field(default_factory=dict)
-
-    def chair(self) -> Chair:
-        """Return a chair that goes by these clocks."""
-        memory, disk = (Every(int(steps), seconds, bool(auto)) for steps, seconds, auto in (self.memory, self.disk))
-        now, mark = time.monotonic(), f"{os.getpid()}-"
-        return Chair(Clock(memory, self.failures_s, now), Clock(disk, self.failures_s, now), mark)
-
-
 class Book:
     """All ranks of this node that save into one directory."""
 
@@ -61,8 +42,10 @@ class Book:
         directory: Storage,
         options: Options,
         selector: selectors.BaseSelector,
+        *,
         write: Callable[[Book, Snapshot, str], None],
         serve: Callable[[Book, Message], None],
+        later: Later,
     ) -> None:
         self.directory = directory
         self.options = options
@@ -87,6 +70,8 @@ class Book:
         self._signs: list[tuple[int, ...]] = []
         self._next_look = 0
         self._complained: set[str] = set()
+        links = Links(self.roll, self.council.say, self.complain, later, lambda: [*self.writing.values()])
+        self.copies = Copies(options, links)
 
     @property
     def cycle(self) -> Cycle:
@@ -131,11 +116,14 @@ class Book:
         """Be the chair of several nodes; return where the others find it."""
         self._chair.new_round(self.cycle.world, self.cycle.number)
         found = self.council.preside(self._chair, host, port, secret)
+        self.copies.open(self.cycle.first, host, found["secret"])
         self._join()
         return found
 
     def attend(self, host: str, port: int, secret: str) -> None:
         """Join the chair of several nodes."""
+        here = own_address((host, port)) if self.options.replicas else ""
+        self.copies.open(self.cycle.first, here, secret)
         self.council.attend(host, port, secret)
 
     def _join(self) -> None:
@@ -150,10 +138,12 @@ class Book:
             newest=self.roll.newest_complete(),
             held=[(*snapshot.key, snapshot.edition()) for snapshot in held],
             leased=[snapshot.key for snapshot in held if self.roll.is_unfinished(snapshot)],
+            **self.copies.joining(),
         )
         self._reported, self._signs, self._tried = {}, [], 0
         for message in (*self._results.values(), *self._asked):
             self.council.say(**message)
+        self.copies.say_again()
 
     def take_over(self, cycle: Cycle, member: Member) -> None:
         """Take in memory that another saver had, and go on where that was: the ledgers know the generation."""
@@ -186,7 +176,7 @@ class Book:
         if now > self._next_look:
             self._next_look = now + _PATIENCE_NS // 6
             self._name_stragglers(now)
-        if not self.writing:
+        if not self.writing and not self.copies.is_reading:
             self.roll.let_go()
 
     def _name_stragglers(self, now: int) -> None:
@@ -226,10 +216,12 @@ class Book:
     def _say_sealed(self, snapshot: Snapshot, want: bool, anew: bool = False) -> None:
         self.council.say(op="sealed", key=snapshot.key, edition=snapshot.edition(), want=want, anew=anew)
 
-    def _complete(self, key: Key, folder: str) -> None:
-        """All ranks have it. What is to be written is leased before anybody is told: then it can't be overwritten."""
+    def _complete(self, key: Key, folder: str, send: bool) -> None:
+        """All ranks have it. What is to be written or sent is leased before anybody is told: then it can't be overwritten."""
         if folder:
             self._order(key, folder)
+        if send:
+            self.copies.send(key)
         self.roll.complete(key, self._reported.get(key))
         if key[0] == self.generation:
             self._went_well()
@@ -245,13 +237,15 @@ class Book:
         if op == "begin":
             self.generation, self.begun, self._again = int(message["generation"]), True, True
         elif op == "decided" and message["verdict"] == COMPLETE:
-            self._complete(key, message["folder"])
+            self._complete(key, message["folder"], bool(message.get("send")))
         elif op == "decided":
             self.roll.void(key)
         elif op == "write":
             self._order(key, message["folder"])
         elif op in ("durable", "failed", "dropped"):
             self._written(message["folder"], op, str(message.get("why", "")))
+        elif op in ("peers", "send", "replicated", "unsent"):
+            self.copies.hear(message)
         elif op == "when":
             self.council.say(op="at", **self.roll.pace())
         elif op == "arm":
@@ -295,6 +289,7 @@ class Book:
         if snapshot is None:
             return
         busy = {(rank, seal.serial) for other in self.writing.values() for rank, seal in other.seals.items()}
+        busy |= self.copies.busy()
         for rank, seal in snapshot.seals.items():
             member = self.roll.members.get(rank)
             if member is None or member.ledger.seal_of(seal.slot) is None:
@@ -382,6 +377,7 @@ class Book:
         self.generation = generation
         self._reported, self._asked = {}, []
         self.roll.go_back_to(key)
+        self.copies.go_back_to(key)
 
     def complain(self, text: str) -> None:
         """Say something once."""
@@ -392,6 +388,7 @@ class Book:
     def close(self) -> None:
         """Let go of all memory."""
         self.council.close()
+        self.copies.close()
         self.roll.retire(list(self.roll.members))
         self.roll.let_go()
         self.directory.close()

@@ -8,6 +8,7 @@ One saver per job is the chair: that of the node with rank 0. A node tells it
     written   its files of a snapshot are on disk                  failed    they are not, and why
     want      a step is waited for      secure   a rank failed     bye       its ranks are done     leave  its saver is about to end
     at        how far its ranks are, and what a snapshot costs     quit      the restoring is off
+    sent      other nodes have copies of its part of a snapshot, or why not
 
 and is told
 
@@ -16,6 +17,8 @@ and is told
     decided   COMPLETE or VOID, and the folder to write it to, if it is to be written      write   write this one too
     choice    go on from this one       nothing   there is none     go   everybody has it   refused   it can't be done
     durable   it is on disk, everywhere     failed  it is not, and why     dropped  nobody waits for it     done  nor for you
+    peers     where each node takes copies  send    have copies made of this one too (``decided`` may say so at once)
+    replicated  there are copies of it, of all nodes' parts                unsent  there are not, and why
 
 The chair's own node is told more: ``commit`` (all files of a folder are there) and ``discard``, ``bad`` (what was chosen is) and
 ``aside`` (the job went back behind these); it says ``committed``.
@@ -25,12 +28,12 @@ A job of one node has a chair too; it only never hears of others.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
 from resilience.checkpoint.decisions import Key
-from resilience.checkpoint.saver.restoring import Agreement
+from resilience.checkpoint.saver.relay import NEVER, Relay
+from resilience.checkpoint.saver.restoring import Agreement, key_of
+from resilience.checkpoint.saver.seats import Seat, Write
 from resilience.checkpoint.schedule import Clock
 from resilience.checkpoint.slots import COMPLETE, VOID
 
@@ -41,39 +44,10 @@ _KEPT = 64
 _ME = 0
 
 
-@dataclass
-class Seat:
-    """A node as the chair knows it."""
-
-    ranks: int
-    again: bool  # it only lost its saver, or its line
-    held: dict[
-        Key, int
-    ]  # sealed by all of its ranks, safe from being overwritten; the edition grows if a step is saved again
-    leased: set[Key]  # of these, what an earlier saver was writing
-    at: int | None = None  # how far it is, if it was asked
-    tried: int = 0  # all of its ranks are through with the steps below this
-    bye: bool = False
-
-
-@dataclass
-class Write:
-    """A snapshot that is being written by all nodes."""
-
-    key: Key
-    world: int
-    cycle: int
-    began: float
-    waiting: set[int]
-    shards: list[Any] = field(default_factory=list)
-    values: list[Any] = field(default_factory=list)
-    left_behind: bool = False  # the job went back behind it
-
-
 class Chair:
     """Decides. Nodes are named by their first rank, the chair's own is 0. ``out`` is what is to be told, in order."""
 
-    def __init__(self, memory: Clock, disk: Clock, mark: str = "") -> None:
+    def __init__(self, memory: Clock, disk: Clock, mark: str = "", replicate: bool = False) -> None:
         self.out: deque[tuple[int, Message]] = deque()
         self.generation = 0
         self._memory, self._disk = memory, disk
@@ -90,12 +64,14 @@ class Chair:
         self._number = 0
         self._lost: dict[int, float] = {}
         self._agreement = Agreement()
+        self._relay = Relay(replicate)
 
     def new_round(self, world: int, cycle: int) -> None:
         """A cycle begins: all nodes are to join anew. What is being written goes on."""
         self._world, self._cycle, self._began = world, cycle, False
         self._seats, self._wanted = {}, set()
         self._agreement = Agreement()
+        self._relay.new_round()
 
     def hear(self, node: int, message: Message, now: float) -> None:
         """Take in what a node says."""
@@ -108,6 +84,9 @@ class Chair:
     def lost(self, node: int, now: float) -> None:
         """The line to a node is cut. It may come back."""
         self._lost.setdefault(node, now)
+        given_up = self._relay.lost()
+        if given_up is not None:
+            self._tell_all(op="unsent", key=given_up, why=f"the node with rank {node} was lost")
         if node in self._seats and self._agreement.asks:
             self._refuse(f"the saver of the node with rank {node} was lost while the ranks were restoring")
 
@@ -141,11 +120,13 @@ class Chair:
         if self._began and not message["again"]:
             return  # of a cycle that we have not heard of yet: rank 0 will come too, and then all join anew
         self._lost.pop(node, None)
-        held = {_key(item[:2]): int(item[2]) for item in message["held"]}
-        leased = {_key(item) for item in message["leased"]}
+        held = {key_of(item[:2]): int(item[2]) for item in message["held"]}
+        leased = {key_of(item) for item in message["leased"]}
         self._seats[node] = Seat(int(message["ranks"]), bool(message["again"]), held, leased)
         self.generation = max(self.generation, int(message["generation"]))
-        self._floor = max(self._floor, _key(message["newest"]))
+        self._floor = max(self._floor, key_of(message["newest"]))
+        self._seats[node].peer = tuple(message.get("peer") or ())
+        self._relay.heard(key_of(message.get("replicated") or NEVER))
         for folder, write in self._writes.items():
             if node in write.waiting:
                 self._tell(node, op="write", key=write.key, folder=folder)
@@ -162,11 +143,15 @@ class Chair:
             self._decide_all(now)
             for key in sorted(unfinished):
                 self._write_now(key, now)
+            if self._relay.on:
+                self._tell_all(op="peers", peers=[(name, *seat.peer) for name, seat in self._seats.items()])
+                self._tell_all(op="replicated", key=self._relay.last)
+                self._send_newest()
 
     # -- what is decided --------------------------------------------------------------------------------------------
 
     def _hear_sealed(self, node: int, message: Message, now: float) -> None:
-        key, edition, seat = _key(message["key"]), int(message["edition"]), self._seats[node]
+        key, edition, seat = key_of(message["key"]), int(message["edition"]), self._seats[node]
         again = message["anew"] or edition > seat.held.get(key, edition)
         seat.held[key] = edition
         if again and self._decided.get(key) == COMPLETE:
@@ -192,7 +177,7 @@ class Chair:
                 self._void(key)
 
     def _hear_void(self, node: int, message: Message, now: float) -> None:
-        self._void(_key(message["key"]))
+        self._void(key_of(message["key"]))
 
     def _void(self, key: Key) -> None:
         if key <= self._floor:
@@ -210,7 +195,8 @@ class Chair:
             self._note(key, COMPLETE)
             self._floor = max(self._floor, key)
             folder = self._order(key, now) if not self._is_busy(key) and self._is_due(key, now) else ""
-            self._tell_all(op="decided", key=key, verdict=COMPLETE, folder=folder)
+            send = {"send": True} if self.newest() == key and self._relay.takes(key, self._seats) else {}
+            self._tell_all(op="decided", key=key, verdict=COMPLETE, folder=folder, **send)
         elif key[0] < self.generation or any(
             seat.tried > key[1] for seat in self._seats.values() if key not in seat.held
         ):
@@ -311,6 +297,24 @@ class Chair:
             self._tell(_ME, op="discard", folder=folder)
             self._tell_all(op="failed", key=write.key, folder=folder, why=why)
 
+    # -- what other nodes have copies of ----------------------------------------------------------------------------
+
+    def _hear_sent(self, node: int, message: Message, now: float) -> None:
+        key = key_of(message["key"])
+        if key != self._relay.key:  # of an earlier round, or given up: the node waits for a word all the same
+            self._tell(node, op="replicated" if key == self._relay.last else "unsent", key=key, why="")
+            return
+        ended = self._relay.sent(node, key, str(message["why"]))
+        if ended is not None:
+            self._tell_all(op=ended[0], key=key, why=ended[1])
+            self._send_newest()
+
+    def _send_newest(self) -> None:
+        """The last one has ended: the newest is next. Nobody has overwritten it, for nobody was told of a newer one."""
+        newest = self.newest()
+        if newest is not None and self._decided.get(newest) == COMPLETE and self._relay.takes(newest, self._seats):
+            self._tell_all(op="send", key=newest)
+
     def _hear_bye(self, node: int, message: Message, now: float) -> None:
         self._seats[node].bye = True
         if self._began and all(seat.bye or name in self._lost for name, seat in self._seats.items()):
@@ -345,7 +349,8 @@ class Chair:
             return
         aside = agreement.choose(self._floor)
         if agreement.choice is not None:
-            self._tell_all(op="choice", **vars(agreement.choice), aside=aside, back=agreement.back is not None)
+            agreed = {"aside": aside, "back": agreement.back is not None, "fetch": agreement.fetch()}
+            self._tell_all(op="choice", **vars(agreement.choice), **agreed)
             return
         self._agreement = Agreement()
         if agreement.allows_fresh_start():
@@ -384,14 +389,10 @@ class Chair:
         """Begin a generation: everything newer than ``key`` is void."""
         self.generation += 1
         self._floor, self._wanted = key, set()
+        self._relay.go_back_to(key)
         for seat in self._seats.values():
             seat.held, seat.tried = {held: edition for held, edition in seat.held.items() if held <= key}, 0
         self._decided = {known: verdict for known, verdict in self._decided.items() if known <= key}
 
 
 _HEARD = frozenset(name.removeprefix("_hear_") for name in vars(Chair) if name.startswith("_hear_"))
-
-
-def _key(item: Iterable[int]) -> Key:
-    generation, step = item
-    return int(generation), int(step)

@@ -21,7 +21,7 @@ from resilience.checkpoint import digest, manifest, storage
 from resilience.checkpoint.arena import Slot
 from resilience.checkpoint.ledger import Seal
 from resilience.checkpoint.manifest import File, Manifest
-from resilience.checkpoint.saver.chair import Write
+from resilience.checkpoint.saver.seats import Write
 from resilience.checkpoint.stores import Storage
 from resilience.checkpoint.writing import Stopwatch
 from resilience.errors import CheckpointError

@@ -87,7 +87,7 @@ class Line:
             self._cut(self)
 
     def _proof(self, who: str, nonce: object) -> str:
-        return hmac.new(self._secret, f"{who} {nonce}".encode(), hashlib.sha256).hexdigest()
+        return proof(self._secret, who, nonce)
 
     def _put(self, message: Message) -> None:
         data = json.dumps(message, separators=(",", ":")).encode()
@@ -163,6 +163,11 @@ class Line:
         for kept in self._waiting:
             self._put(kept)
         self._waiting.clear()
+
+
+def proof(secret: bytes, who: str, nonce: object) -> str:
+    """Return what only those can say who know the secret."""
+    return hmac.new(secret, f"{who} {nonce}".encode(), hashlib.sha256).hexdigest()
 
 
 def listen(host: str, port: int) -> socket.socket:

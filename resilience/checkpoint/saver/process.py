@@ -32,10 +32,12 @@ from resilience.checkpoint import stores
 from resilience.checkpoint.arena import Slot
 from resilience.checkpoint.ledger import L_CYCLE, L_PID, Ledger
 from resilience.checkpoint.saver import clerk
-from resilience.checkpoint.saver.book import Book, Options
+from resilience.checkpoint.saver.book import Book
 from resilience.checkpoint.saver.desk import Desk
 from resilience.checkpoint.saver.member import Member, Snapshot
 from resilience.checkpoint.saver.roll import Cycle
+from resilience.checkpoint.saver.wishes import Options
+from resilience.errors import CheckpointError
 from resilience.pulse import channel
 
 _LOG = logging.getLogger("resilience.saver")
@@ -256,7 +258,7 @@ class Saver:
                 book.preside(**chair)
             else:
                 book.attend(**chair)
-        except OSError as error:
+        except (OSError, CheckpointError) as error:
             _LOG.error("the other nodes can't be reached any more, nothing is saved until a restart: %s", error)
 
     def keep_round(self, book: Book, chair: dict[str, Any]) -> None:
@@ -285,7 +287,12 @@ class Saver:
         found = self.books.get(directory)
         if found is None:
             found = Book(
-                stores.opened(stores.where(directory)), Options(**options), self.selector, self._write, self._serve
+                stores.opened(stores.where(directory)),
+                Options(**options),
+                self.selector,
+                write=self._write,
+                serve=self._serve,
+                later=self._later,
             )
         if claim:
             found.directory.claim(found.options.run)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from resilience.checkpoint.decisions import Key
-from resilience.checkpoint.saver import clerk
+from resilience.checkpoint.saver import clerk, copies
 from resilience.checkpoint.saver.book import Book
 from resilience.checkpoint.saver.chair import Message
 from resilience.checkpoint.saver.restoring import DISK, MEMORY, Round
@@ -72,6 +72,8 @@ class Reception:
             "fresh": meeting.fresh,
             "timeout": timeout,
             "memory": book.roll.restorable(),
+            "ranks": (book.cycle.first, book.cycle.local),
+            "replicas": book.copies.replicas.listed(),
         }
         if book.cycle.first == 0:
             left_out: list[str] = []
@@ -158,6 +160,10 @@ class Reception:
             if not message["back"]:  # that is no restart, and nothing has failed from it
                 book.tries.add(key)  # before it is loaded: that may be what kills the ranks
             set_aside(book, [tuple(item) for item in message["aside"]])
+        need = dict(message["fetch"]).get(book.cycle.first)
+        if need is not None:
+            book.copies.fetch(key, need, lambda wrong: self._fetched(book, meeting, wrong))
+            return
         meeting.round.choosing, meeting.round.loaded, meeting.round.misfits = False, {}, set()
         for rank, tell in meeting.tell.items():
             if message["where"] == MEMORY:
@@ -165,6 +171,19 @@ class Reception:
             else:
                 path = str(book.directory.path / message["name"])
                 tell({"found": DISK, "generation": key[0], "step": key[1], "path": path})
+
+    def _fetched(self, book: Book, meeting: Meeting, wrong: str) -> None:
+        """What the ranks here have lost is here again, or nobody has it any more."""
+        if self._meetings.get(id(book), (None, None))[1] is not meeting:
+            book.copies.forget_fetched()  # called off meanwhile
+            return
+        fetched = book.copies.fetched
+        if wrong or fetched is None:
+            book.ask({"op": "loaded", "wrong": f"rank {book.cycle.first}: {wrong}", "misfit": False})
+            return
+        meeting.round.choosing, meeting.round.loaded, meeting.round.misfits = False, {}, set()
+        for rank, tell in meeting.tell.items():
+            tell(*copies.describe(fetched, rank))
 
     def _go(self, book: Book, key: Key, where: str, generation: int) -> None:
         book.go_back_to(key if where == MEMORY else None, generation)

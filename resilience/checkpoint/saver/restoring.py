@@ -15,6 +15,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from resilience.checkpoint.saver.reach import Need, reachable
+
 Key = tuple[int, int]
 CHAIR = 0  # its node
 MEMORY, DISK = "memory", "disk"
@@ -116,6 +118,7 @@ class Agreement:
     choice: Candidate | None = None
     there: list[Candidate] = field(default_factory=list)  # what was to be chosen from, newest first
     deadline: float = 0.0
+    reachable: Mapping[Key, Mapping[int, Need]] = field(default_factory=dict)  # in memory: what each node has to fetch
 
     def ask(self, node: int, message: Mapping[str, Any], now: float) -> None:
         """A node asks; the first one's patience counts."""
@@ -144,13 +147,13 @@ class Agreement:
     def choose(self, newest: Key) -> list[Key]:
         """Choose the next one to try; return what is passed over because restarts failed from it. ``newest``: what training is
         known to have passed, beside what is in memory."""
-        in_memory = set.intersection(*({_key(item) for item in ask["memory"]} for ask in self.asks.values()))
+        self.reachable = reachable(self.asks)
         chair = self.asks[CHAIR]  # its node alone looks at the disk
-        on_disk = [Candidate(_key(item[:2]), DISK, str(item[2])) for item in chair["disk"]]
+        on_disk = [Candidate(key_of(item[:2]), DISK, str(item[2])) for item in chair["disk"]]
         failed = {(generation, step): count for generation, step, count in chair["tries"]}
-        found = self.there = candidates(sorted(in_memory), on_disk)
+        found = self.there = candidates(sorted(self.reachable), on_disk)
         if self.back is not None:
-            found = self.back.reach(found, max([newest, *in_memory]))
+            found = self.back.reach(found, max([newest, *self.reachable]))
         self.loaded = {}
         self.choice = pick(found, step=chair["step"], bad=self.bad, failed=failed)
         return set_aside(found, self.choice, failed) if self.choice is not None else []
@@ -162,6 +165,11 @@ class Agreement:
         return sorted(
             {item.key for item in self.there if item.where == DISK and item.key > key and self.back is not None}
         )
+
+    def fetch(self) -> list[tuple[int, Need]]:
+        """Return what nodes have to fetch from others to have what was chosen."""
+        in_memory = self.choice is not None and self.choice.where == MEMORY
+        return list(self.reachable[self.choice.key].items()) if self.choice is not None and in_memory else []
 
     def misfit(self) -> str:
         """Say that what was chosen does not fit a rank, if so. Damage goes before it: what is damaged may not fit for that."""
@@ -188,6 +196,7 @@ class Agreement:
         return not self.problems() and all(ask["fresh"] and ask["step"] is None for ask in self.asks.values())
 
 
-def _key(item: Iterable[int]) -> Key:
+def key_of(item: Iterable[int]) -> Key:
+    """Return a key that came as a list."""
     generation, step = item
     return int(generation), int(step)

@@ -168,6 +168,11 @@ class Roll:
         """Return the newest snapshot of which a rank here was told that all have it."""
         return max((key for member in self.locals().values() for key in member.complete()), default=(0, -1))
 
+    def newest_replicated(self) -> Key:
+        """Return the newest snapshot of which a rank here was told that other nodes have copies."""
+        found = [member.ledger.replicated() for member in self.locals().values()]
+        return max((seal.key for seal in found if seal is not None), default=(0, -1))
+
     def go_back_to(self, key: Key | None) -> None:
         """Begin from a snapshot in memory (``None``: from disk, or afresh): whatever is newer is void."""
         for member in self.locals().values():

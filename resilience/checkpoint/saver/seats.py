@@ -1,0 +1,38 @@
+"""Nodes and writes as the chair knows them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from resilience.checkpoint.decisions import Key
+
+
+@dataclass
+class Seat:
+    """A node as the chair knows it."""
+
+    ranks: int
+    again: bool  # it only lost its saver, or its line
+    held: dict[
+        Key, int
+    ]  # sealed by all of its ranks, safe from being overwritten; the edition grows if a step is saved again
+    leased: set[Key]  # of these, what an earlier saver was writing
+    at: int | None = None  # how far it is, if it was asked
+    tried: int = 0  # all of its ranks are through with the steps below this
+    bye: bool = False
+    peer: tuple[Any, ...] = ()  # where it takes copies of others' snapshots: host, port, group
+
+
+@dataclass
+class Write:
+    """A snapshot that is being written by all nodes."""
+
+    key: Key
+    world: int
+    cycle: int
+    began: float
+    waiting: set[int]
+    shards: list[Any] = field(default_factory=list)
+    values: list[Any] = field(default_factory=list)
+    left_behind: bool = False  # the job went back behind it
