@@ -93,8 +93,8 @@ def agree(
 
 
 def _nothing_so_old(back: Back, answer: dict[str, Any], place: Place, directory: Where) -> str:
-    wanted = f"{back.steps} steps older than the newest" if back.steps or back.before is None else ""
-    wanted += (" and " if wanted else "") + (f"below step {back.before}" if back.before is not None else "")
+    steps = [f"{back.steps} steps older than the newest"] if back.steps or back.before is None else []
+    wanted = " and ".join([*steps, *([f"below step {back.before}"] if back.before is not None else [])])
     there = ", ".join(f"step {step} ({where})" for step, where in answer.get("there", ()))
     bad = "".join(f"; {text}" for text in answer.get("problems", ()))
     return (
