@@ -149,6 +149,8 @@ class _Description(pickle.Unpickler):
 
 
 def _read_dcp(path: Path) -> dict[str, Any]:
+    if not (path / ".metadata").is_file():
+        raise CheckpointError(f"{path} is no directory of torch.distributed.checkpoint: it has no .metadata.")
     from torch.distributed import checkpoint as dcp  # noqa: PLC0415 - takes its time, and only this needs it
     from torch.distributed.checkpoint import state_dict_loader  # noqa: PLC0415
     from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner  # noqa: PLC0415

@@ -19,9 +19,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardedStateDictCon
 from torch.distributed.fsdp.api import ShardedOptimStateDictConfig
 
 from resilience.checkpoint import sharding
-from resilience.checkpoint.optimizers import KIND, few_names, kind_of
+from resilience.checkpoint.optimizers import KIND, kind_of
 from resilience.checkpoint.plan import OWN
-from resilience.checkpoint.source import Ref, Source
+from resilience.checkpoint.source import Ref, Source, compared, few_names
 from resilience.checkpoint.together import Together
 from resilience.errors import CheckpointError
 
@@ -63,19 +63,7 @@ class Module:
 
     def check(self, tree: Any, source: Source, strict: bool) -> list[str]:
         """See :class:`state.Part`. All ranks call it."""
-        live = self.state()
-        if not isinstance(tree, dict):
-            return [f"{self.name}: what was saved is no module's state"]
-        said = few_names(f"{self.name}: in the model, not in the checkpoint", live.keys() - tree.keys())
-        said += few_names(f"{self.name}: in the checkpoint, not in the model", tree.keys() - live.keys())
-        self._unfit = tree.keys() ^ live.keys()
-        for key in live.keys() & tree.keys():
-            ref, tensor = tree[key], live[key]
-            if isinstance(ref, Ref) and _is_tensor(tensor):
-                differs = ref.differs(f"{self.name}.{key}", tensor, source)
-                if differs:
-                    self._unfit.add(key)
-                    said += differs
+        said, self._unfit = compared(self.name, self.state(), tree, source)
         return said
 
     def load(self, tree: Any, source: Source) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from resilience.checkpoint import sharding
 from resilience.checkpoint.plan import OWN, PLAIN_TENSORS, SHARED
-from resilience.checkpoint.source import Ref, Source
+from resilience.checkpoint.source import Ref, Source, few_names
 from resilience.errors import CheckpointError
 
 _CPU = torch.device("cpu")
@@ -204,13 +204,6 @@ def kind_of(optimizer: torch.optim.Optimizer) -> str:
 
 def _names_in(tree: Any) -> set[str]:
     return {name for group in tree["param_groups"] for name in group["params"]}
-
-
-def few_names(what: str, names: Iterable[str]) -> list[str]:
-    """Return a sentence about some names, if there are any; the first five stand for many."""
-    found = sorted(names)
-    shown = ", ".join(found[:5]) + (f" and {len(found) - 5} more" if len(found) > 5 else "")
-    return [f"{what}: {shown}"] if found else []
 
 
 def _is_usual(optimizer: torch.optim.Optimizer) -> bool:

@@ -94,8 +94,8 @@ def agree(
 
 
 def _nothing_so_old(back: Back, answer: dict[str, Any], place: Place, directory: Where) -> str:
-    wanted = f"{back.steps} steps older than the newest" if back.steps or back.before is None else ""
-    wanted += (" and " if wanted else "") + (f"below step {back.before}" if back.before is not None else "")
+    steps = [f"{back.steps} steps older than the newest"] if back.steps or back.before is None else []
+    wanted = " and ".join([*steps, *([f"below step {back.before}"] if back.before is not None else [])])
     there = ", ".join(f"step {step} ({where})" for step, where in answer.get("there", ()))
     bad = "".join(f"; {text}" for text in answer.get("problems", ()))
     return (
@@ -191,7 +191,9 @@ def load_parts(parts: Sequence[Part], opened: Opened, place: Place, wish: Wish, 
     for part in parts:
         if part.name not in opened.values:
             continue
-        if not opened.stranger or part.any_world:
+        if part.name.startswith(OURS) and opened.world != place.world:
+            _LOG.warning("%s begins anew: %s ranks saved it, and here are %s.", part.name, opened.world, place.world)
+        elif not opened.stranger or part.any_world:
             part.load(opened.values[part.name], opened.source)
         elif isinstance(part, Random):
             part.derive(opened.values[part.name], opened.source, place.rank)
@@ -201,7 +203,7 @@ def load_parts(parts: Sequence[Part], opened: Opened, place: Place, wish: Wish, 
 
 def refuse_other_world(names: Sequence[str], opened: Opened, place: Place, allowed: bool) -> None:
     """Raise :class:`MisfitError` for what belongs to single ranks if there were more or fewer of them."""
-    mine = [name for name in names if name != Random.name]
+    mine = [name for name in names if name != Random.name and not name.startswith(OURS)]
     if mine and opened.world != place.world and not allowed:
         raise MisfitError(
             f"it was saved by {opened.world} ranks, and here are {place.world}; {', '.join(mine)} may be different on each (a "

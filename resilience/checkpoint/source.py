@@ -60,6 +60,30 @@ class Ref:
         return said
 
 
+def compared(name: str, live: Mapping[str, Any], tree: Any, source: Source) -> tuple[list[str], set[str]]:
+    """Say how a module's state differs from what was saved of it; return also the keys of what can't be loaded."""
+    if not isinstance(tree, dict):
+        return [f"{name}: what was saved is no module's state"], set()
+    said = few_names(f"{name}: in the model, not in the checkpoint", live.keys() - tree.keys())
+    said += few_names(f"{name}: in the checkpoint, not in the model", tree.keys() - live.keys())
+    unfit = set(tree.keys() ^ live.keys())
+    for key in live.keys() & tree.keys():
+        ref, tensor = tree[key], live[key]
+        if isinstance(ref, Ref) and (isinstance(tensor, torch.Tensor) or sharding.is_sharded(tensor)):
+            differs = ref.differs(f"{name}.{key}", tensor, source)
+            if differs:
+                unfit.add(key)
+                said += differs
+    return said, unfit
+
+
+def few_names(what: str, names: Iterable[str]) -> list[str]:
+    """Return a sentence about some names, if there are any; the first five stand for many."""
+    found = sorted(names)
+    shown = ", ".join(found[:5]) + (f" and {len(found) - 5} more" if len(found) > 5 else "")
+    return [f"{what}: {shown}"] if found else []
+
+
 class Shard:
     """The data section of a shard, as bytes or as what gets them when they are first wanted, and what is in it."""
 

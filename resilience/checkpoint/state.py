@@ -15,9 +15,9 @@ from typing import Any, Protocol
 import torch
 
 from resilience.checkpoint import digest, sharding
-from resilience.checkpoint.optimizers import Names, Optimizer, few_names
+from resilience.checkpoint.optimizers import Names, Optimizer
 from resilience.checkpoint.plan import LEADER, OWN, SHARED
-from resilience.checkpoint.source import Ref, Source
+from resilience.checkpoint.source import Ref, Source, compared
 from resilience.checkpoint.together import Together
 from resilience.errors import CheckpointError
 
@@ -82,19 +82,7 @@ class Module:
 
     def check(self, tree: Any, source: Source, strict: bool) -> list[str]:
         """See :class:`Part`."""
-        if not isinstance(tree, dict):
-            return [f"{self.name}: what was saved is no module's state"]
-        live = self.state()
-        said = few_names(f"{self.name}: in the model, not in the checkpoint", live.keys() - tree.keys())
-        said += few_names(f"{self.name}: in the checkpoint, not in the model", tree.keys() - live.keys())
-        self._unfit = tree.keys() - live.keys()
-        for key in live.keys() & tree.keys():
-            ref, tensor = tree[key], live[key]
-            if isinstance(ref, Ref) and isinstance(tensor, torch.Tensor):
-                differs = ref.differs(f"{self.name}.{key}", tensor, source)
-                if differs:
-                    self._unfit.add(key)
-                    said += differs
+        said, self._unfit = compared(self.name, self.state(), tree, source)
         return said
 
     def load(self, tree: Any, source: Source) -> None:

@@ -24,6 +24,7 @@ from torch import nn
 
 import resilience
 from resilience.checkpoint.flash import FlashCheckpoint
+from resilience.checkpoint.guard import Guard
 from resilience.checkpoint.receipt import Level, Receipt
 from resilience.checkpoint.storage import Directory, DirectoryInUse, read_manifest, write_manifest
 from resilience.errors import CheckpointError, ConfigError, NothingToRestore, SaveError
@@ -556,6 +557,21 @@ def test_what_is_declared_the_same_on_all_ranks_is_restored_by_any_number_of_the
     with FlashCheckpoint(home, loader=loader, replicated=["loader"]) as checkpoint:
         assert checkpoint.restore() == 2
     assert loader.at == 7
+
+
+def test_guard_keeps_nobody_from_going_on_with_another_number_of_ranks(home: Path) -> None:
+    """What it knows of the data is of no use to them; that is no reason to refuse the rest."""
+    saved, model = nn.Linear(1, 1), nn.Linear(1, 1)
+    checkpoint = FlashCheckpoint(home, model=saved)
+    Guard(checkpoint)
+    checkpoint.save(1)
+    checkpoint.close()
+    as_if_by_two(home)
+    checkpoint = FlashCheckpoint(home, model=model)
+    Guard(checkpoint)
+    assert checkpoint.restore() == 2
+    assert torch.equal(model.weight, saved.weight)
+    checkpoint.close()
 
 
 def test_plain_state_of_another_number_of_ranks_is_refused_unless_that_is_allowed(home: Path) -> None:

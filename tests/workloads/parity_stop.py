@@ -1,8 +1,9 @@
-"""Wait for a signal, write down which one came, and end with exit code 5. Rank 1 ignores SIGTERM. torch-free."""
+"""Wait for a signal, write down which one came first, and end with exit code 5. Rank 1 ignores SIGTERM. torch-free."""
 
 import os
 import signal
 import sys
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
@@ -11,8 +12,9 @@ RANK = os.environ["RANK"]
 
 
 def note(number: int, frame: FrameType | None) -> None:
-    """Write the signal's name and end."""
-    (HERE / f"{RANK}.signal").write_text(signal.Signals(number).name)
+    """Write the first signal's name and end; a rank that is slow to end may get a second one because another ended."""
+    with suppress(FileExistsError), open(HERE / f"{RANK}.signal", "x") as file:
+        file.write(signal.Signals(number).name)
     sys.exit(5)
 
 
