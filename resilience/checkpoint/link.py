@@ -22,6 +22,7 @@ from resilience.errors import CheckpointError, LinkError
 from resilience.pulse import attach, channel
 
 _ANSWER_S = 30.0
+_MOVING_S = 60.0  # for a node that was that of rank 0 to let go of the directory
 _lines: weakref.WeakSet[Link] = weakref.WeakSet()
 
 
@@ -69,7 +70,8 @@ class Link:
         """Say hello; return this rank's memory if the saver has it from an earlier life. Raises for what the saver refuses."""
         with self._turn:
             self._slots = slots
-            return storage.patiently(lambda: self._come_twice(slots), hire.DEADLINE_S)
+            moving = 0.0 if self._place.alone else _MOVING_S
+            return storage.patiently(lambda: self._come_twice(slots), hire.DEADLINE_S, moving)
 
     def _come_twice(self, slots: int) -> tuple[Ledger, list[Slot]] | None:
         try:

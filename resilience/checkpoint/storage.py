@@ -276,14 +276,17 @@ def in_use(path: object, holder: str) -> DirectoryInUse:
     )
 
 
-def patiently(claim: Callable[[], T], patience: float) -> T:
-    """Claim a directory; wait for an earlier job whose last snapshot is still being written. Raises :class:`DirectoryInUse`."""
-    deadline, said = time.monotonic() + patience, False
+def patiently(claim: Callable[[], T], patience: float, moving: float = 0.0) -> T:
+    """Claim a directory; wait for an earlier job whose last snapshot is still being written. Raises :class:`DirectoryInUse`.
+
+    ``moving``: wait so long for anybody. In a job of several nodes rank 0 may have moved, and its old node may not know yet.
+    """
+    began, said = time.monotonic(), False
     while True:
         try:
             return claim()
         except DirectoryInUse as error:
-            if not error.leaving or time.monotonic() > deadline:
+            if time.monotonic() > began + (patience if error.leaving else moving):
                 raise
             if not said:
                 _LOG.info("%s Waiting for it.", error)

@@ -118,7 +118,12 @@ def main() -> None:
         dist.init_process_group("gloo")
         fully_shard(module, mesh=dist.init_device_mesh("cpu", (dist.get_world_size(),)))
     marks = Marks(module)
-    things = {"model": model, "own": own} | ({"module": module, "marks": marks} if mode != "blocking" else {})
+    elastic = "ELASTIC" in os.environ  # nothing that belongs to single ranks
+    things = (
+        {"model": model}
+        | ({} if elastic else {"own": own})
+        | ({"module": module, "marks": marks} if mode != "blocking" else {})
+    )
     how = "blocking" if mode == "blocking" else "overlap"
     disk_every = int(os.environ.get("DISK_EVERY", "3"))
     copies: dict[str, Any] = {"replicas": int(os.environ.get("REPLICAS", "0"))}
@@ -131,7 +136,7 @@ def main() -> None:
         start = checkpoint.restore(allow_fresh_start=True)
         note(f"restored-{start - 1}" if start else "fresh")
         marked = mode == "blocking" or not start or marks.is_of(start - 1)
-        if start and not (model.is_of(start - 1) and own.is_of(start - 1) and marked):
+        if start and not (model.is_of(start - 1) and (elastic or own.is_of(start - 1)) and marked):
             note(f"BAD-{start - 1}")
             os._exit(3)
         receipts: dict[int, Receipt] = {}

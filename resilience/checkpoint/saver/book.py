@@ -109,6 +109,8 @@ class Book:
         self._reported, self._asked, self._signs = {}, [], []
         if cycle.first == 0:
             self._chair.new_round(cycle.world, cycle.number)
+        else:
+            self.directory.close()  # another node is the chair now: it waits for that
         if cycle.alone:
             self.council.preside(self._chair)
 

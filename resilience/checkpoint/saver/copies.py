@@ -365,7 +365,7 @@ class Copies:
         done(wrong)
 
 
-def describe(fetched: Fetched, rank: int) -> tuple[Message, tuple[int, ...]]:
+def describe(fetched: Fetched, rank: int, world: int) -> tuple[Message, tuple[int, ...]]:
     """Say where a snapshot is that was fetched, and what its bytes should be: as :func:`reception.describe` does of one that is in
     the ranks' own memory. What all share is checked by one rank each."""
     own = fetched.own[rank]
@@ -375,5 +375,6 @@ def describe(fetched: Fetched, rank: int) -> tuple[Message, tuple[int, ...]]:
         mine = {"digests": item.digests} if number % len(fetched.own) == turn else {}
         peers.append({**item.described(), "rank": -1, **mine})
     fds = [item.slot.fd for _, item in sorted(fetched.own.items())] + [item.slot.fd for item in fetched.shared]
-    base = {"generation": fetched.key[0], "step": fetched.key[1], "values": own.values(), "digests": own.digests}
-    return {"found": "memory", "where": "other nodes' memory", **base, "peers": peers}, tuple(fds)
+    base = {"generation": fetched.key[0], "step": fetched.key[1], "world": world, "values": own.values()}
+    where = {"found": "memory", "where": "other nodes' memory", "digests": own.digests}
+    return {**where, **base, "peers": peers}, tuple(fds)

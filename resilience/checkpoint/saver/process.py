@@ -327,8 +327,10 @@ class Saver:
         options = book.options
 
         def commit() -> None:
-            why = clerk.commit(book.directory, message["folder"], message["write"], options.facts)
             with book.directory.at_work():  # whoever hears that it is done may close the directory
+                if book.cycle.first != 0:
+                    return  # another node is the chair by now, and knows nothing of it
+                why = clerk.commit(book.directory, message["folder"], message["write"], options.facts)
                 self._later(lambda: book.ask({"op": "committed", "folder": message["folder"], "why": why}))
                 if not why:
                     clerk.prune(book.directory, options.keep, options.keep_every)

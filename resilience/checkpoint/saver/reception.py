@@ -183,7 +183,7 @@ class Reception:
             return
         meeting.round.choosing, meeting.round.loaded, meeting.round.misfits = False, {}, set()
         for rank, tell in meeting.tell.items():
-            tell(*copies.describe(fetched, rank))
+            tell(*copies.describe(fetched, rank, book.cycle.world))
 
     def _go(self, book: Book, key: Key, where: str, generation: int) -> None:
         book.go_back_to(key if where == MEMORY else None, generation)
