@@ -233,7 +233,18 @@ ENV_LAUNCHER_PID = "RESILIENCE_LAUNCHER_PID"
 ENV_LATE_ATTACH = "RESILIENCE_LATE_ATTACH"
 ENV_RUN = "RESILIENCE_RUN"
 ENV_NODE_GROUP = "RESILIENCE_NODE_GROUP"
-_WORKER_VARIABLES = {ENV_SOCKET, ENV_CYCLE, ENV_LAUNCHER_PID, ENV_LATE_ATTACH, ENV_RUN, ENV_NODE_GROUP}
+# What people tell a rank, past the launcher.
+ENV_SIMULATED_FAULT = "RESILIENCE_SIMULATED_FAULT"
+ENV_FINISHED_FLAG_FILE = "FAULT_TOL_FINISHED_FLAG_FILE"
+_WORKER_VARIABLES = {
+    ENV_SOCKET,
+    ENV_CYCLE,
+    ENV_LAUNCHER_PID,
+    ENV_LATE_ATTACH,
+    ENV_RUN,
+    ENV_NODE_GROUP,
+    ENV_SIMULATED_FAULT,
+}
 
 
 @dataclass(frozen=True)
@@ -281,6 +292,16 @@ def _number(name: str, default: int) -> int:
 def error_file() -> str | None:
     """Return where torch wants the error of this worker written, if anywhere."""
     return os.environ.get("TORCHELASTIC_ERROR_FILE") or None
+
+
+def simulated_fault() -> str | None:
+    """Return the faults that an integration is to simulate on a rank, if any; see ``resilience.integrations.lightning.faults``."""
+    return os.environ.get(ENV_SIMULATED_FAULT) or None
+
+
+def finished_flag_file() -> str | None:
+    """Return the file that says, once it is there, that a chain of jobs has nothing left to train."""
+    return os.environ.get(ENV_FINISHED_FLAG_FILE) or None
 
 
 def tell_workers(variables: Mapping[str, str | None]) -> None:

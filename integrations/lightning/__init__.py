@@ -1,0 +1,24 @@
+"""Lightning: one callback links a trainer to everything.
+
+    from resilience.integrations.lightning import ResilienceCallback
+
+    trainer = Trainer(callbacks=[ResilienceCallback("checkpoints")], …)
+
+For ``lightning``, and for ``pytorch_lightning`` where that is what the script has imported or what is installed; the classes in
+:mod:`resilience.integrations.pytorch_lightning` are always for the latter.
+"""
+
+from __future__ import annotations
+
+from resilience.integrations.lightning import flavour
+from resilience.integrations.lightning.callback import Hooks
+from resilience.integrations.lightning.faults import SimulatedFaultParams
+
+_lightning = flavour.chosen()
+
+
+class ResilienceCallback(Hooks, _lightning.Callback):
+    __doc__ = Hooks.__doc__
+
+
+__all__ = ["ResilienceCallback", "SimulatedFaultParams"]

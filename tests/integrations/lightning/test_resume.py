@@ -1,0 +1,58 @@
+"""A training that was interrupted anywhere goes on between the same two batches, and ends bit for bit as if it had not been."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integrations.lightning.training import Crash, Outcome, Rows, trained
+
+pytestmark = pytest.mark.spawns  # savers
+_kept: dict[str, Outcome] = {}
+
+
+def undisturbed(folder: Path, **settings: Any) -> Outcome:
+    """How it ends when nothing happens; once for all tests that train the same."""
+    key = repr(sorted(settings.items()))
+    if key not in _kept:
+        _kept[key] = trained(folder / "straight", **settings)
+    return _kept[key]
+
+
+def resumed(folder: Path, crash_at: int, **settings: Any) -> Outcome:
+    """Train until it crashes, and once more."""
+    rows = Rows()
+    with pytest.raises(Crash):
+        trained(folder / "broken", crash_at=crash_at, rows=rows, **settings)
+    return trained(folder / "broken", rows=rows, **settings)
+
+
+@pytest.mark.parametrize("crash_at", [3, 8, 9, 21])
+def test_training_that_crashed_in_any_batch_of_an_epoch_ends_as_one_that_did_not(tmp_path: Path, crash_at: int) -> None:
+    assert resumed(tmp_path, crash_at) == undisturbed(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["generator", "workers", "noisy", "stream", "replacement", "stateful", "endless"])
+@pytest.mark.parametrize("crash_at", [5, 13])
+def test_every_kind_of_loader_is_at_the_right_batch_again(tmp_path: Path, kind: str, crash_at: int) -> None:
+    assert resumed(tmp_path, crash_at, kind=kind) == undisturbed(tmp_path, kind=kind)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"val_check_interval": 3},
+        {"accumulate_grad_batches": 3},
+        {"max_steps": 19, "max_epochs": -1},
+        {"limit_train_batches": 5},
+        {"limit_val_batches": 0, "max_epochs": 2},
+        {"check_val_every_n_epoch": 2},
+        {"manual": True},
+        {"log_every_n_steps": 4, "gradient_clip_val": 0.5},
+    ],
+    ids=lambda settings: ",".join(settings),
+)
+def test_whatever_the_trainer_is_told_it_goes_on_in_the_same_way(tmp_path: Path, settings: dict[str, Any]) -> None:
+    assert resumed(tmp_path, 11, **settings) == undisturbed(tmp_path, **settings)
