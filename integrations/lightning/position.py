@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, SequentialSampler
 
 from resilience.integrations.lightning import boundary
 
@@ -29,6 +29,7 @@ class Position:
     def __init__(self) -> None:
         self._order: dict[str, Any] | None = None  # what the order of this epoch was made from
         self._target: dict[str, Any] | None = None  # the place to go to
+        self._from: _From | None = None  # stands before a sampler
         self._skipped = 0  # batches that were left out at the sampler
         self._moved = False  # stateful loaders were told their place, and the iterator was made after that
         self._before: list[Any] = []  # states of stateful loaders, one batch ago
@@ -72,7 +73,9 @@ class Position:
             iter(fetcher)
         elif not self._moved and not self._skipped:
             self._skip_at_the_sampler(loaders)
-        self._target = None
+        if self._from is not None:
+            self._from.begin()
+        self._target = self._from = None
         left = 0 if stateful else batches - self._skipped
         if left > _THROUGH:
             _LOG.warning(
@@ -104,7 +107,7 @@ class Position:
         if not self._moved and loaders[0].num_workers > 0:
             return  # its workers have been given indices already
         sampler = loaders[0].batch_sampler
-        sampler.sampler = _From(sampler, batches * sampler.batch_size)
+        sampler.sampler = self._from = _From(sampler, batches * sampler.batch_size)
         self._skipped = batches
 
 
@@ -115,10 +118,18 @@ class _From:
         self._owner = owner
         self._inner = owner.sampler
         self._first = first
+        self._rest: Iterator[Any] | None = None
+
+    def begin(self) -> Iterator[Any]:
+        """Have the order made now, from the random numbers that are there now, and leave out what is to be."""
+        if self._rest is None:
+            self._rest = iter(self._inner)
+            next(itertools.islice(self._rest, self._first, self._first), None)
+        return self._rest
 
     def __iter__(self) -> Iterator[Any]:
         self._owner.sampler = self._inner
-        return itertools.islice(iter(self._inner), self._first, None)
+        return self.begin()
 
     def __len__(self) -> int:
         return len(self._inner)
@@ -137,7 +148,9 @@ def _is_ahead(fetcher: Any) -> bool:
 
 
 def _is_batched(loader: Any) -> bool:
-    return isinstance(loader, DataLoader) and type(loader.batch_sampler) is BatchSampler
+    """Whether a loader's batches are made of a sampler's indices, by torch itself."""
+    ours = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
+    return ours and type(loader.batch_sampler) is BatchSampler
 
 
 def _is_drawn_from_nothing(sampler: Any) -> bool:

@@ -166,7 +166,8 @@ class Model(pl.LightningModule):
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.02)
         step = {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.9), "interval": "step"}
         plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.7, patience=0)
-        return [optimizer], [step, {"scheduler": plateau, "monitor": "val"}]
+        always = self.trainer.limit_val_batches and self.trainer.check_val_every_n_epoch == 1
+        return [optimizer], [step, {"scheduler": plateau, "monitor": "val" if always else "loss"}]
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["seen"] = list(self.seen)

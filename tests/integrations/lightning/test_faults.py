@@ -1,0 +1,94 @@
+"""The example under the launcher: a rank is killed, one hangs, the job is preempted; it ends as if nothing had happened."""
+
+from __future__ import annotations
+
+import csv
+import os
+import re
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.jobs import Job, job, wait_for
+
+pytestmark = pytest.mark.spawns
+EXAMPLE = str(Path(__file__).parents[3] / "examples" / "lightning_train.py")
+TWO = ["--nproc-per-node=2", "--max-restarts=3"]
+
+
+def logged(folder: Path) -> dict[tuple[str, str], str]:
+    """Everything that was logged in all lives of a job, by step and name. What was logged twice must be the same."""
+    found: dict[tuple[str, str], str] = {}
+    for path in sorted(folder.glob("logs/lightning_logs/version_*/metrics.csv"), key=lambda path: int(path.parent.name[8:])):
+        with path.open() as file:
+            for row in csv.DictReader(file):
+                for name, value in row.items():
+                    if value:
+                        assert found.setdefault((row["step"], name), value) == value, f"step {row['step']}: {name}"
+    return found
+
+
+def final(folder: Path) -> dict[str, Any]:
+    weights: dict[str, Any] = torch.load(folder / "final.pt", weights_only=True)
+    return weights
+
+
+def assert_same(folder: Path, other: Path) -> None:
+    ours, theirs = final(folder), final(other)
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        assert torch.equal(tensor, theirs[name]), name
+    assert logged(folder) == logged(other)
+
+
+def run(folder: Path, options: list[str], env: dict[str, str] | None = None) -> Any:
+    return job(folder / "job", options, [EXAMPLE, str(folder)], env)
+
+
+def goes_on(it: Job) -> list[tuple[int, str]]:
+    return [(int(step), where) for step, where in re.findall(r"the job goes on from step (\d+) \((\w+)", it.log())]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """How it ends when nothing happens."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    with run(folder, TWO) as it:
+        assert it.wait() == 0, it.log()
+        assert "on 2 ranks" in it.log()
+    return folder
+
+
+def test_a_kill_and_a_hang_in_the_middle_of_an_epoch_change_nothing(tmp_path: Path, undisturbed: Path) -> None:
+    faults = "kill:rank=1,step=13;hang:rank=0,step=25,cycle=1"
+    options = [*TWO, "--ft-rank-section-timeouts=step:4"]
+    with run(tmp_path, options, {"RESILIENCE_SIMULATED_FAULT": faults}) as it:
+        assert it.wait(150) == 0, it.log()
+        killed, hung = it.report(0)["culprit"], it.report(1)["culprit"]
+        assert (killed["rank"], killed["kind"]) == (1, "signal")
+        assert (hung["rank"], hung["kind"]) == (0, "hang")
+        assert "in section 'step'" in hung["message"]
+        (first, where), (second, also) = goes_on(it)
+        assert (where, also) == ("memory", "memory")
+        assert 10 <= first <= 12  # ten steps in an epoch
+        assert 20 <= second <= 24
+        it.assert_nothing_left()
+    assert_same(tmp_path, undisturbed)
+
+
+def test_preempted_job_goes_on_from_disk_in_a_new_one_with_the_next_batch(tmp_path: Path, undisturbed: Path) -> None:
+    slow = {"RESILIENCE_SIMULATED_FAULT": "slow:rank=0,step=14,seconds=0.5"}
+    with run(tmp_path, TWO, slow) as it:
+        wait_for(lambda: ("14", "loss_step") in logged(tmp_path), "step 14", 120)
+        os.kill(it.pid, signal.SIGTERM)
+        assert it.wait() == 79, it.log()
+        it.assert_nothing_left()
+    left = max(int(step) for step, name in logged(tmp_path) if name == "loss_step")
+    assert 14 <= left < 29, "in the middle"
+    with run(tmp_path, TWO) as it:
+        assert it.wait(150) == 0, it.log()
+        assert goes_on(it) == [(left, "disk")]
+    assert_same(tmp_path, undisturbed)
