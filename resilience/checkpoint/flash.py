@@ -38,11 +38,7 @@ from resilience.checkpoint.stager import Stager
 from resilience.checkpoint.state import Part, parts_of
 from resilience.checkpoint.together import Together
 from resilience.checkpoint.turns import Turns
-from resilience.errors import (
-    CheckpointError,
-    ConfigError,
-    UnsupportedPlatform,
-)
+from resilience.errors import CheckpointError, ConfigError, UnsupportedPlatform
 
 _LOG = logging.getLogger("resilience.checkpoint")
 _PATIENCE_S = 0.1
@@ -66,6 +62,8 @@ class FlashCheckpoint:
     ``replicas``: so many other nodes keep copies in their memory, sent through ``replica_interface`` (a name, or an address) at
     ``replica_bandwidth`` at most (bytes per second, or a text: ``"2GB/s"``).
     """
+
+    _alone = False  # of this process only, whatever the size of the job: for who is given a state that the others have not
 
     def __init__(
         self,
@@ -105,7 +103,7 @@ class FlashCheckpoint:
         )
         replication = options.Replication.of(replicas, replica_interface, replica_bandwidth, slots)
         self.directory = stores.where(directory)
-        self._place = Place.here()
+        self._place = Place.single() if self._alone else Place.here()
         self._replication = replication.without(self._place.alone)
         fails_every = mean_time_between_failures or options.DEVICE_FAILS_EVERY / self._place.world
         self._memory_every = Every.of("memory_every", memory_every)
