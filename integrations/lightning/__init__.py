@@ -10,8 +10,11 @@ For ``lightning``, and for ``pytorch_lightning`` where that is what the script h
 
 from __future__ import annotations
 
+from typing import Any
+
 from resilience.integrations.lightning import flavour
 from resilience.integrations.lightning.callback import Hooks
+from resilience.integrations.lightning.checkpoint_io import FlashIO
 from resilience.integrations.lightning.faults import SimulatedFaultParams
 
 _lightning = flavour.chosen()
@@ -21,4 +24,11 @@ class ResilienceCallback(Hooks, _lightning.Callback):
     __doc__ = Hooks.__doc__
 
 
-__all__ = ["ResilienceCallback", "SimulatedFaultParams"]
+class FlashCheckpointIO(FlashIO, _lightning.plugins.io.CheckpointIO):
+    __doc__ = FlashIO.__doc__
+
+    def _torch_io(self) -> Any:
+        return _lightning.plugins.io.TorchCheckpointIO()
+
+
+__all__ = ["FlashCheckpointIO", "ResilienceCallback", "SimulatedFaultParams"]

@@ -21,7 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from resilience import config
+from resilience.errors import ConfigError
 from resilience.integrations.lightning import boundary, finished, flavour, policy, signals
+from resilience.integrations.lightning.checkpoint_io import FlashIO, hyperparameters, unkept
 from resilience.integrations.lightning.faults import Faults, parse
 from resilience.integrations.lightning.snapshots import Snapshots
 from resilience.pulse import client
@@ -96,6 +98,7 @@ class Hooks:
         self._first, self._last = True, trainer.global_step
         if not self._wants_snapshots or trainer.fast_dev_run:
             return
+        self._check_plugin(trainer)
         directory = self._directory if self._directory is not None else Path(trainer.default_root_dir) / "flash"
         self._snapshots = Snapshots(directory, **self._settings, allow_other_world=self._allow_other_world, options=self._options)
         try:
@@ -106,6 +109,16 @@ class Hooks:
         if self._snapshots.resumed:
             self._sanity_steps, trainer.num_sanity_val_steps = trainer.num_sanity_val_steps, 0
             self._put_aside(trainer)
+
+    @staticmethod
+    def _check_plugin(trainer: Any) -> None:
+        """Say now what the first checkpoint could not keep."""
+        if isinstance(trainer.strategy.checkpoint_io, FlashIO) and trainer.checkpoint_callbacks:
+            wrong = unkept(hyperparameters(trainer))
+            if wrong:
+                raise ConfigError(
+                    f"FlashCheckpointIO can't keep a part of this model's checkpoints: {wrong}. Nothing was trained."
+                )
 
     def _put_aside(self, trainer: Any) -> None:
         """A snapshot of this job is further than the checkpoint that the script begins with."""

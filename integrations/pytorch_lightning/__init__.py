@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 try:
     import pytorch_lightning
 except ModuleNotFoundError as error:
     raise ImportError("pytorch_lightning is not installed: pip install pytorch-lightning.") from error
 
 from resilience.integrations.lightning.callback import Hooks
+from resilience.integrations.lightning.checkpoint_io import FlashIO
 from resilience.integrations.lightning.faults import SimulatedFaultParams
 
 
@@ -15,4 +18,11 @@ class ResilienceCallback(Hooks, pytorch_lightning.Callback):
     __doc__ = Hooks.__doc__
 
 
-__all__ = ["ResilienceCallback", "SimulatedFaultParams"]
+class FlashCheckpointIO(FlashIO, pytorch_lightning.plugins.io.CheckpointIO):
+    __doc__ = FlashIO.__doc__
+
+    def _torch_io(self) -> Any:
+        return pytorch_lightning.plugins.io.TorchCheckpointIO()
+
+
+__all__ = ["FlashCheckpointIO", "ResilienceCallback", "SimulatedFaultParams"]
