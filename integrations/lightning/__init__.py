@@ -16,6 +16,7 @@ from resilience.integrations.lightning import flavour
 from resilience.integrations.lightning.callback import Hooks
 from resilience.integrations.lightning.checkpoint_io import FlashIO
 from resilience.integrations.lightning.faults import SimulatedFaultParams
+from resilience.integrations.lightning.nvrx import FaultTolerance, FaultToleranceSections
 
 _lightning = flavour.chosen()
 
@@ -31,4 +32,18 @@ class FlashCheckpointIO(FlashIO, _lightning.plugins.io.CheckpointIO):
         return _lightning.plugins.io.TorchCheckpointIO()
 
 
-__all__ = ["FlashCheckpointIO", "ResilienceCallback", "SimulatedFaultParams"]
+class FaultToleranceCallback(FaultTolerance, _lightning.Callback):
+    __doc__ = FaultTolerance.__doc__
+
+
+class FaultToleranceSectionsCallback(FaultToleranceSections, _lightning.Callback):
+    __doc__ = FaultToleranceSections.__doc__
+
+
+__all__ = [
+    "FaultToleranceCallback",
+    "FaultToleranceSectionsCallback",
+    "FlashCheckpointIO",
+    "ResilienceCallback",
+    "SimulatedFaultParams",
+]

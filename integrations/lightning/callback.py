@@ -68,7 +68,9 @@ class Hooks:
         self._snapshots: Snapshots | None = None
         self._signals = signals.Signals()
         self._expecting: client.expect_heartbeats | None = None
+        self._leaves_mark = True  # if the environment names a file for it
         self._saving = False  # a checkpoint of Lightning's is being written
+        self._reads_late = False  # the strategy loads ckpt_path after we have restored
         self._first = True
         self._last = 0
         self._sanity_steps: int | float | None = None
@@ -131,8 +133,7 @@ class Hooks:
             trainer.ckpt_path,
         )
         trainer._checkpoint_connector._loaded_checkpoint = {}
-        if trainer.strategy.restore_checkpoint_after_setup:  # it will be read only now, and our snapshot once more after it
-            self._snapshots_again = True
+        self._reads_late = bool(trainer.strategy.restore_checkpoint_after_setup)
 
     def on_sanity_check_start(self, trainer: Any, pl_module: Any) -> None:
         """See Lightning."""
@@ -146,6 +147,9 @@ class Hooks:
         """The data is there, and the loops begin."""
         if self._sanity_steps is not None:
             trainer.num_sanity_val_steps, self._sanity_steps = self._sanity_steps, None
+        if self._reads_late and self._snapshots is not None:
+            self._reads_late = False
+            self._last = self._snapshots.restore()
         self._signals.take()
         self._expecting = client.expect_heartbeats()
         self._expecting.__enter__()
@@ -157,6 +161,8 @@ class Hooks:
         """See Lightning. The loaders may be new ones."""
         self._saved()
         client.section("epoch end").leave()
+        if self._snapshots is not None:
+            self._snapshots.before_epoch()
         boundary.watch(trainer, self._watcher(trainer))
 
     def _watcher(self, trainer: Any) -> boundary.Watcher:
@@ -287,6 +293,7 @@ class Hooks:
         boundary.release(trainer)
         if self._snapshots is not None:
             self._snapshots.finish()
+        client.heartbeat(trainer.global_step - 1 if trainer.global_step else None)
         self._relax()
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
@@ -297,14 +304,13 @@ class Hooks:
         if self._snapshots is not None:
             closing, self._snapshots = self._snapshots, None
             closing.close()
-        if trainer.is_global_zero and finished.is_complete(finished.End.of(trainer)):
+        if self._leaves_mark and trainer.is_global_zero and finished.is_complete(finished.End.of(trainer)):
             finished.leave_mark()
         client.end_all_sections()
         client.done()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Whatever ends the training is recorded; an agreed stop is no failure."""
-        self._step.leave() if isinstance(exception, signals.Stopped) else None
         leaving, self._snapshots = self._snapshots, None
         boundary.release(trainer)
         if isinstance(exception, signals.Stopped):
@@ -319,8 +325,8 @@ class Hooks:
         action = policy.follow(self._policy, exception)
         if leaving is not None:
             leaving.leave(exception)
-        if action is policy.WorkloadAction.ShutdownWorkload and trainer.is_global_zero:
-            finished.leave_mark()
+        if self._leaves_mark and action is policy.WorkloadAction.ShutdownWorkload:
+            finished.leave_mark()  # whichever rank it is: there will be no other job
         client.end_all_sections()
         self._relax()
 

@@ -12,7 +12,7 @@ import threading
 from typing import Any
 
 from resilience import config
-from resilience.pulse.client import stop_requested
+from resilience.pulse.client import listen_for_stop, stop_requested
 
 
 class Stopped(SystemExit):
@@ -42,6 +42,7 @@ class Signals:
         """Lightning has: have ours answer, and what was there before."""
         if self.agreed and self._before is not None and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, self._before)
+            listen_for_stop()
         self._before = None
 
 

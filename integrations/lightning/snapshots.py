@@ -91,20 +91,21 @@ class Snapshots:
         for part in self.checkpoint.parts:
             if part.name == "trainer":
                 part.any_world = True  # and yet each rank has its own: what callbacks know need not be the same
-        here = Random().state()
+        self._place.start = Random().state()
         try:
-            start = self.checkpoint.restore(allow_fresh_start=True, allow_other_world=self._allow_other_world)
+            return self.restore()
         except BaseException as error:
             self.leave(error)
             raise
+
+    def restore(self) -> int:
+        """Go back to the newest snapshot, if there is one; return how many optimizer steps are done."""
+        self._last = self.checkpoint.restore(allow_fresh_start=True, allow_other_world=self._allow_other_world)
         self.resumed = self._place.loaded is not None
-        self._last = start
-        if self._place.loaded is None:
-            self._place.start = here
-            return 0
-        self._random, self._place.start = Random().state(), self._place.loaded["start"]
-        _set_random(self._place.start)  # so that the order of the first epoch is what it was
-        return start
+        if self._place.loaded is not None:
+            self._random, self._place.start = Random().state(), self._place.loaded["start"]
+            _set_random(self._place.start)  # so that the order of the first epoch is what it was
+        return self._last
 
     def _things(self) -> dict[str, Any]:
         trainer = self._trainer
@@ -124,6 +125,14 @@ class Snapshots:
             self._place.position.arrive(fetcher)
         self._progress.resume()
         self._metrics.resume()
+        self._set_random()
+
+    def before_epoch(self) -> None:
+        """An epoch begins. After one that was over, its order is drawn from the numbers that were to come then."""
+        if self.resumed and self._progress.over:
+            self._set_random()
+
+    def _set_random(self) -> None:
         _set_random(self._random)
         self._random = None
 

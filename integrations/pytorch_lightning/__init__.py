@@ -12,6 +12,7 @@ except ModuleNotFoundError as error:
 from resilience.integrations.lightning.callback import Hooks
 from resilience.integrations.lightning.checkpoint_io import FlashIO
 from resilience.integrations.lightning.faults import SimulatedFaultParams
+from resilience.integrations.lightning.nvrx import FaultTolerance, FaultToleranceSections
 
 
 class ResilienceCallback(Hooks, pytorch_lightning.Callback):
@@ -25,4 +26,18 @@ class FlashCheckpointIO(FlashIO, pytorch_lightning.plugins.io.CheckpointIO):
         return pytorch_lightning.plugins.io.TorchCheckpointIO()
 
 
-__all__ = ["FlashCheckpointIO", "ResilienceCallback", "SimulatedFaultParams"]
+class FaultToleranceCallback(FaultTolerance, pytorch_lightning.Callback):
+    __doc__ = FaultTolerance.__doc__
+
+
+class FaultToleranceSectionsCallback(FaultToleranceSections, pytorch_lightning.Callback):
+    __doc__ = FaultToleranceSections.__doc__
+
+
+__all__ = [
+    "FaultToleranceCallback",
+    "FaultToleranceSectionsCallback",
+    "FlashCheckpointIO",
+    "ResilienceCallback",
+    "SimulatedFaultParams",
+]

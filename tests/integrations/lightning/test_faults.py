@@ -6,6 +6,8 @@ import csv
 import os
 import re
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,8 @@ def logged(folder: Path) -> dict[tuple[str, str], str]:
     for path in sorted(folder.glob("logs/lightning_logs/version_*/metrics.csv"), key=lambda path: int(path.parent.name[8:])):
         with path.open() as file:
             for row in csv.DictReader(file):
+                if "step" not in row:  # the file is being written anew
+                    break
                 for name, value in row.items():
                     if value:
                         assert found.setdefault((row["step"], name), value) == value, f"step {row['step']}: {name}"
@@ -92,3 +96,22 @@ def test_preempted_job_goes_on_from_disk_in_a_new_one_with_the_next_batch(tmp_pa
         assert it.wait(150) == 0, it.log()
         assert goes_on(it) == [(left, "disk")]
     assert_same(tmp_path, undisturbed)
+
+
+def test_under_plain_python_sigterm_stops_between_two_batches_and_the_next_process_goes_on(tmp_path: Path) -> None:
+    def start(folder: Path, fault: str = "") -> subprocess.Popen[str]:
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "RESILIENCE_SIMULATED_FAULT": fault}
+        command = [sys.executable, EXAMPLE, str(folder)]
+        return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+    straight, broken = start(tmp_path / "straight"), start(tmp_path / "broken", "slow:rank=0,step=33,seconds=0.3")
+    wait_for(lambda: ("33", "loss_step") in logged(tmp_path / "broken"), "step 33", 120)
+    broken.send_signal(signal.SIGTERM)
+    told, _ = broken.communicate(timeout=60)
+    assert broken.returncode == 0, told
+    again = start(tmp_path / "broken")
+    for process in (straight, again):
+        told, _ = process.communicate(timeout=120)
+        assert process.returncode == 0, told
+    assert max(int(step) for step, _ in logged(tmp_path / "broken")) == 59
+    assert_same(tmp_path / "broken", tmp_path / "straight")
