@@ -1,8 +1,8 @@
 """A Lightning script that loses nothing: kill a rank or let one hang, and it goes on in the middle of the epoch.
 
 python examples/lightning_train.py FOLDER
+export RESILIENCE_SIMULATED_FAULT='kill:rank=1,step=13'  # to see it survive that
 resilience run --nproc-per-node=2 --max-restarts=3 examples/lightning_train.py FOLDER
-RESILIENCE_SIMULATED_FAULT='kill:rank=1,step=13' resilience run --nproc-per-node=2 --max-restarts=3 examples/lightning_train.py FOLDER
 """
 
 import os
@@ -14,10 +14,9 @@ import lightning
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
+from resilience.integrations.lightning import ResilienceCallback
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-
-from resilience.integrations.lightning import ResilienceCallback
 
 folder, width = Path(sys.argv[1]), 32
 
@@ -25,7 +24,9 @@ folder, width = Path(sys.argv[1]), 32
 class Model(lightning.LightningModule):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(width, width), nn.BatchNorm1d(width), nn.Dropout(0.1), nn.Linear(width, 1))
+        self.layers = nn.Sequential(
+            nn.Linear(width, width), nn.BatchNorm1d(width), nn.Dropout(0.1), nn.Linear(width, 1)
+        )
 
     def loss(self, inputs: torch.Tensor) -> torch.Tensor:
         return nn.functional.mse_loss(self.layers(inputs), inputs.sum(dim=-1, keepdim=True))
@@ -66,4 +67,6 @@ if __name__ == "__main__":
     trainer.fit(model, DataLoader(data, 16, shuffle=True), DataLoader(data, 32))
     if trainer.is_global_zero:
         torch.save(model.state_dict(), folder / "final.pt")
-        print(f"loss {trainer.callback_metrics['val_loss']:.6f} after {trainer.global_step} steps on {trainer.world_size} ranks")
+        print(
+            f"loss {trainer.callback_metrics['val_loss']:.6f} after {trainer.global_step} steps on {trainer.world_size} ranks"
+        )

@@ -19,24 +19,26 @@ from resilience.integrations.lightning.faults import SimulatedFaultParams
 from resilience.integrations.lightning.nvrx import FaultTolerance, FaultToleranceSections
 
 _lightning = flavour.chosen()
+_Callback: Any = _lightning.Callback
+_CheckpointIO: Any = _lightning.plugins.io.CheckpointIO
 
 
-class ResilienceCallback(Hooks, _lightning.Callback):
+class ResilienceCallback(Hooks, _Callback):
     __doc__ = Hooks.__doc__
 
 
-class FlashCheckpointIO(FlashIO, _lightning.plugins.io.CheckpointIO):
+class FlashCheckpointIO(FlashIO, _CheckpointIO):
     __doc__ = FlashIO.__doc__
 
     def _torch_io(self) -> Any:
         return _lightning.plugins.io.TorchCheckpointIO()
 
 
-class FaultToleranceCallback(FaultTolerance, _lightning.Callback):
+class FaultToleranceCallback(FaultTolerance, _Callback):
     __doc__ = FaultTolerance.__doc__
 
 
-class FaultToleranceSectionsCallback(FaultToleranceSections, _lightning.Callback):
+class FaultToleranceSectionsCallback(FaultToleranceSections, _Callback):
     __doc__ = FaultToleranceSections.__doc__
 
 

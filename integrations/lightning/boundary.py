@@ -56,7 +56,8 @@ def watch(trainer: Any, watcher: Watcher) -> None:
             "names the releases that were tried; ResilienceCallback(snapshots=False) needs none of it."
         )
     if not isinstance(fetcher, _Watched):
-        trainer.fit_loop._data_fetcher = _as(_watched(type(fetcher)), fetcher)
+        kind: Any = type(fetcher)
+        trainer.fit_loop._data_fetcher = _as(_watched(kind), fetcher)
         fetcher.resilience = watcher
 
 
@@ -74,7 +75,7 @@ def own_class(fetcher: Any) -> type:
     return kinds[2] if isinstance(fetcher, _Watched) else kinds[0]
 
 
-def _as(kind: type, fetcher: Any) -> Any:
+def _as(kind: Any, fetcher: Any) -> Any:
     """Return an object of another class that is the same in everything else, what happens to either included."""
     made = kind.__new__(kind)
     made.__dict__ = fetcher.__dict__

@@ -20,12 +20,13 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from resilience import config
-from resilience.errors import ConfigError
 from resilience.integrations.lightning import boundary, finished, flavour, policy, signals
 from resilience.integrations.lightning.checkpoint_io import FlashIO, hyperparameters, unkept
 from resilience.integrations.lightning.faults import Faults, parse
 from resilience.integrations.lightning.snapshots import Snapshots
+
+from resilience import config
+from resilience.errors import ConfigError
 from resilience.pulse import client
 from resilience.pulse.rank_monitor_client import RankMonitorClient
 
@@ -37,8 +38,9 @@ class Hooks:
     """What Lightning calls. ``directory``: where snapshots go, by default ``flash`` below the trainer's root.
 
     ``memory_every`` and ``disk_every``: optimizer steps or a ``timedelta`` between snapshots, and between those that are written to
-    disk; ``"auto"`` follows from what one costs. ``mode="overlap"`` copies behind the next forward and backward. ``snapshots=False``:
-    only watched. ``exc_handling_policy``: what follows an exception, see :mod:`policy`. ``simulated_fault_params``: see :mod:`faults`.
+    disk; ``"auto"`` follows from what one costs. ``mode="overlap"`` copies behind the next forward and backward.
+    ``snapshots=False``: only watched. ``exc_handling_policy``: what follows an exception, see :mod:`policy`.
+    ``simulated_fault_params``: see :mod:`faults`.
     ``allow_other_world``: go on with another number of ranks, although a place in the data may mean something else then.
     Everything else is an option of ``FlashCheckpoint``: ``keep``, ``keep_every``, ``slots``, ``replicas``, ``verify``, ….
     """
@@ -102,7 +104,9 @@ class Hooks:
             return
         self._check_plugin(trainer)
         directory = self._directory if self._directory is not None else Path(trainer.default_root_dir) / "flash"
-        self._snapshots = Snapshots(directory, **self._settings, allow_other_world=self._allow_other_world, options=self._options)
+        self._snapshots = Snapshots(
+            directory, **self._settings, allow_other_world=self._allow_other_world, options=self._options
+        )
         try:
             self._last = self._snapshots.open(trainer)
         except BaseException:
@@ -178,10 +182,8 @@ class Hooks:
             self._begin(fetcher)
         step = trainer.global_step
         stop = self._signals.agreed and signals.asked()
-        if self._snapshots is not None:
-            whole = self._snapshots.take(fetcher, stop)
-        else:
-            whole = step != self._last or step == 0
+        new = step != self._last or step == 0
+        whole = new if self._snapshots is None else self._snapshots.take(fetcher, stop)
         self._last = step
         client.heartbeat(step - 1 if step else None)
         if stop and whole:
@@ -221,7 +223,7 @@ class Hooks:
         """See Lightning."""
         self._batch.enter()
 
-    def on_validation_batch_end(
+    def on_validation_batch_end(  # noqa: PLR0917 - Lightning's
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """See Lightning."""

@@ -22,11 +22,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from resilience.integrations.lightning.staging import Staging
+
 from resilience.checkpoint.census import Census
 from resilience.checkpoint.encoding import EncodingError
 from resilience.checkpoint.receipt import Level, Receipt
 from resilience.errors import CheckpointError, SaveError
-from resilience.integrations.lightning.staging import Staging
 from resilience.pulse.client import section
 
 _LOG = logging.getLogger("resilience.lightning")
@@ -67,14 +68,16 @@ class FlashIO:
 
     # -- saving -----------------------------------------------------------------------------------------------------
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None) -> None:
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None
+    ) -> None:
         """Take a copy, and have it written behind the training."""
         if storage_options is not None or _is_url(path):
             self._plain.save_checkpoint(checkpoint, path, storage_options)
             return
         self._raise_failures()
         with section("checkpointing"):
-            target = Path(os.path.abspath(path))
+            target = _absolute(path)
             target.parent.mkdir(parents=True, exist_ok=True)
             staged = self._opened(target)
             self._await(lambda: len(self._coming) < _MOST, f"room for {target}")
@@ -135,7 +138,9 @@ class FlashIO:
     def _await(self, condition: Any, what: str) -> None:
         with self._changed:
             if not self._changed.wait_for(condition, self._timeout):
-                raise SaveError(f"waited {self._timeout:g} s in vain for {what}. Look at the disk, or give a longer timeout.")
+                raise SaveError(
+                    f"waited {self._timeout:g} s in vain for {what}. Look at the disk, or give a longer timeout."
+                )
 
     def _raise_failures(self) -> None:
         failures, self._failures = self._failures, []
@@ -144,7 +149,7 @@ class FlashIO:
 
     def wait(self, path: str | os.PathLike[str] | None = None) -> None:
         """Wait until a file is there, or all; raises :class:`SaveError` for what went wrong behind the training."""
-        target = None if path is None else Path(os.path.abspath(path))
+        target = None if path is None else _absolute(path)
         self._await(lambda: not [one for one in self._coming if target in (None, one.path)], f"{target or 'all files'}")
         self._raise_failures()
 
@@ -154,7 +159,7 @@ class FlashIO:
         """Read a checkpoint: one of ours or any other of Lightning's."""
         if not _is_url(path):
             self.wait(path)
-            target = Path(os.path.abspath(path))
+            target = _absolute(path)
             if not target.exists() and (target.parent / _FOLDER).is_dir() and self._staging is None:
                 self._opened(target)
         loaded: dict[str, Any] = self._plain.load_checkpoint(path, *args, **kwargs)
@@ -181,6 +186,10 @@ class FlashIO:
                 thread.join()
             staged.close()
             staged.forget_files()
+
+
+def _absolute(path: str | os.PathLike[str]) -> Path:
+    return Path.cwd() / path  # links stay links: one may be what is to be written
 
 
 def _is_url(path: Any) -> bool:

@@ -30,9 +30,9 @@ _SHORT = {"rank": "rank_to_fail", "delay": "base_delay"}
 class SimulatedFaultParams:
     """One fault. It strikes in one life of the job only (``cycle``, from 0; ``None``: in each), so that the job gets through.
 
-    ``fault_type``: ``"kill"`` (SIGKILL), ``"hang"`` (the step never ends), ``"stop"`` (SIGSTOP), ``"slow"`` (``seconds`` more in every
-    step from there on), NVRx's ``"rank_killed"`` and ``"rank_hung"``, or ``"random"``: one of those two. ``step``: it strikes in this
-    step; without one after ``base_delay`` seconds and up to ``rand_delay`` more. ``rank_to_fail``: ``None`` is any one of them.
+    ``fault_type``: ``"kill"`` (SIGKILL), ``"hang"`` (the step never ends), ``"stop"`` (SIGSTOP), ``"slow"`` (``seconds`` more in
+    every step from there on), NVRx's ``"rank_killed"`` and ``"rank_hung"``, or ``"random"``: one of those two. ``step``: it strikes
+    in this step; without one after ``base_delay`` seconds and up to ``rand_delay`` more. ``rank_to_fail``: ``None`` is any one of them.
     """
 
     fault_type: str
@@ -45,13 +45,15 @@ class SimulatedFaultParams:
 
     def __post_init__(self) -> None:
         if self.fault_type not in (*KINDS, "random"):
-            raise ConfigError(f"simulated fault {self.fault_type!r} is unknown.{nearest(self.fault_type, (*KINDS, 'random'))}")
+            raise ConfigError(
+                f"simulated fault {self.fault_type!r} is unknown.{nearest(self.fault_type, (*KINDS, 'random'))}"
+            )
         if self.step is None and self.fault_type == "slow":
             raise ConfigError("simulated fault 'slow': give the step that it begins at, step=N.")
 
 
 def parse(given: Any) -> list[SimulatedFaultParams]:
-    """Return the faults that were given: one, a mapping of its fields, several of these, or ``None`` for those of the environment."""
+    """Return the faults that were given: one, a mapping of its fields, or several; ``None`` for those of the environment."""
     if given is None:
         return [_from_text(text) for text in (config.simulated_fault() or "").split(";") if text.strip()]
     if isinstance(given, SimulatedFaultParams):
@@ -60,7 +62,9 @@ def parse(given: Any) -> list[SimulatedFaultParams]:
         return [fault for one in given for fault in parse(one)]
     if isinstance(given, Mapping) or hasattr(given, "items"):
         return [_made({str(name): value for name, value in given.items()})]
-    raise ConfigError(f"simulated_fault_params={given!r}: give SimulatedFaultParams(…), a mapping of its fields, or a list.")
+    raise ConfigError(
+        f"simulated_fault_params={given!r}: give SimulatedFaultParams(…), a mapping of its fields, or a list."
+    )
 
 
 def _from_text(text: str) -> SimulatedFaultParams:

@@ -32,7 +32,9 @@ def package_of(trainer: Any) -> str:
         for name in NAMES:
             if kind.__module__.startswith(f"{name}.trainer."):
                 return name
-    raise ConfigError(f"{type(trainer).__qualname__} is no trainer of lightning or pytorch_lightning. Nothing was set up.")
+    raise ConfigError(
+        f"{type(trainer).__qualname__} is no trainer of lightning or pytorch_lightning. Nothing was set up."
+    )
 
 
 def of(trainer: Any, module: str) -> Any:

@@ -11,7 +11,6 @@ import logging
 from typing import Any
 
 import torch
-
 from resilience.integrations.lightning import flavour
 
 _LOG = logging.getLogger("resilience.lightning")
@@ -35,7 +34,9 @@ class Metrics:
         return {
             "results": {key: kept for key, one in results.items() if (kept := _kept(one)) is not None},
             "modules": {name: _metric_state(metric) for name, metric in self._metrics()},
-            "flags": {name: value for name, value in vars(connector).items() if name in _FLAGS and isinstance(value, _PLAIN)},
+            "flags": {
+                name: value for name, value in vars(connector).items() if name in _FLAGS and isinstance(value, _PLAIN)
+            },
             "kept": {name: _detached(vars(connector).get(name, {})) for name in _KEPT},
         }
 

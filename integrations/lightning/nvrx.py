@@ -12,10 +12,11 @@ import os
 from pathlib import Path
 from typing import Any
 
-from resilience import config
-from resilience.errors import ConfigError
 from resilience.integrations.lightning import policy
 from resilience.integrations.lightning.callback import Hooks
+
+from resilience import config
+from resilience.errors import ConfigError
 from resilience.pulse.rank_monitor_client import RankMonitorClient
 
 _STATE = "_ft_state_.json"
@@ -25,8 +26,8 @@ _FOLDER = "ft_state"
 class FaultTolerance(Hooks):
     """``autoresume``: make the file that ``FAULT_TOL_FINISHED_FLAG_FILE`` names when training is complete.
 
-    ``calculate_timeouts``: calculate timeouts from what was seen, and keep them for later jobs in ``exp_dir`` (by default ``ft_state``
-    below the trainer's log directory). Without it they are learned all the same, for this job. ``simulated_fault_params``: see
+    ``calculate_timeouts``: calculate timeouts from what was seen, and keep them for later jobs in ``exp_dir`` (by default
+    ``ft_state`` below the trainer's log directory). Without it they are learned all the same, for this job. ``simulated_fault_params``: see
     :class:`SimulatedFaultParams`. ``logger_name``: what is said goes to this logger.
     """
 
@@ -38,19 +39,14 @@ class FaultTolerance(Hooks):
         exp_dir: str | os.PathLike[str] | None = None,
         logger_name: str | None = "nemo_logger.FaultToleranceCallback",
     ) -> None:
-        self._begin_with(autoresume, calculate_timeouts, simulated_fault_params, exp_dir, logger_name, None)
-
-    def _begin_with(
-        self, autoresume: bool, calculate: bool, faults: Any, exp_dir: Any, logger_name: str | None, rules: policy.Policy
-    ) -> None:
-        Hooks.__init__(self, snapshots=False, simulated_fault_params=faults, exc_handling_policy=rules)
+        Hooks.__init__(self, snapshots=False, simulated_fault_params=simulated_fault_params)
         if autoresume and config.finished_flag_file() is None:
             raise ConfigError(
                 f"autoresume=True needs {config.ENV_FINISHED_FLAG_FILE} in the environment: the file that is made when training is "
                 "complete. Nothing was set up."
             )
         self._leaves_mark = autoresume
-        self._calculates = calculate
+        self._calculates = calculate_timeouts
         self._exp_dir = exp_dir
         self._logger = logging.getLogger(logger_name)
         self._client: RankMonitorClient | None = None
@@ -64,7 +60,11 @@ class FaultTolerance(Hooks):
         self._client = RankMonitorClient()
         self._client.init_workload_monitoring()
         if self._calculates:
-            given = self._exp_dir if self._exp_dir is not None else Path(trainer.log_dir or trainer.default_root_dir) / _FOLDER
+            given = (
+                self._exp_dir
+                if self._exp_dir is not None
+                else Path(trainer.log_dir or trainer.default_root_dir) / _FOLDER
+            )
             self._file = Path(given) / _STATE
             if self._file.exists():
                 self._client.load_state_dict(json.loads(self._file.read_text()))
@@ -98,7 +98,7 @@ class FaultTolerance(Hooks):
 class FaultToleranceSections(FaultTolerance):
     """The same, with ``exc_handling_policy``: a function from an exception to a ``WorkloadControlRequest``."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0917 - theirs
         self,
         autoresume: bool,
         calculate_timeouts: bool,
@@ -107,6 +107,6 @@ class FaultToleranceSections(FaultTolerance):
         logger_name: str | None = "nemo_logger.FaultToleranceCallback",
         exc_handling_policy: policy.Policy = None,
     ) -> None:
-        self._begin_with(
-            autoresume, calculate_timeouts, simulated_fault_params, exp_dir, logger_name, exc_handling_policy
-        )
+        super().__init__(autoresume, calculate_timeouts, simulated_fault_params, exp_dir, logger_name)
+        policy.check(exc_handling_policy)
+        self._policy = exc_handling_policy

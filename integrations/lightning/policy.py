@@ -1,7 +1,7 @@
 """What follows an exception, by the user's own rules: a control request, or a failover strategy. Pure, but for what it sends.
 
-    exc_handling_policy={MemoryError: WorkloadAction.ShutdownWorkload, OSError: FailoverStrategy.NODE}
-    exc_handling_policy=lambda error: WorkloadControlRequest(WorkloadAction.ExcludeThisNode, "bad disk")
+exc_handling_policy={MemoryError: WorkloadAction.ShutdownWorkload, OSError: FailoverStrategy.NODE}
+exc_handling_policy=lambda error: WorkloadControlRequest(WorkloadAction.ExcludeThisNode, "bad disk")
 """
 
 from __future__ import annotations
@@ -57,7 +57,9 @@ def request(said: Answer, error: BaseException) -> WorkloadControlRequest | None
         said = WorkloadControlRequest(said, f"{type(error).__name__}: {text}" if text else type(error).__name__)
     if said is None or isinstance(said, WorkloadControlRequest):
         return said
-    raise ConfigError(f"exc_handling_policy returned {said!r}; give a WorkloadControlRequest, an action, a strategy or None.")
+    raise ConfigError(
+        f"exc_handling_policy returned {said!r}; give a WorkloadControlRequest, an action, a strategy or None."
+    )
 
 
 def follow(policy: Policy, error: BaseException) -> WorkloadAction | None:

@@ -1,7 +1,7 @@
 """Where in the data a rank is, and how it gets there again.
 
-A loader with ``state_dict()`` and ``load_state_dict()`` (torchdata's ``StatefulDataLoader``) says it itself. Any other is brought to
-its place: the order of the epoch is made again, from the random numbers that it was made from, and so many batches are left out;
+A loader with ``state_dict()`` and ``load_state_dict()`` (torchdata's ``StatefulDataLoader``) says it itself. Any other is brought
+to its place: the order of the epoch is made again, from the random numbers that it was made from, and so many batches are left out;
 at the sampler where there is one, so that no data is read, else by going through them.
 
 Hazard: a shuffle without a generator draws its order from torch's random state when the iterator is made, or at its first batch.
@@ -15,9 +15,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, SequentialSampler
-
 from resilience.integrations.lightning import boundary
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, SequentialSampler
 
 _LOG = logging.getLogger("resilience.lightning")
 _THROUGH = 1000  # batches that are gone through in silence
@@ -83,18 +82,21 @@ class Position:
                 "with a BatchSampler of torch, would be there at once.",
                 left,
             )
-        step = boundary.own_class(fetcher).__next__  # type: ignore[attr-defined]
+        step = boundary.own_class(fetcher).__next__
         for _ in range(left):
             step(fetcher)
         fetcher.fetched = batches + (1 if _is_ahead(fetcher) else 0)
-        iterator = getattr(fetcher.combined_loader, "_iterator", None)
+        iterator = getattr(_combined(fetcher), "_iterator", None)
         if iterator is not None and hasattr(iterator, "_idx"):
             iterator._idx = fetcher.fetched
 
     def _may_begin_again(self, loaders: list[Any]) -> bool:
         """Whether making the iterator anew gives the same order, and spares reading what is left out."""
         return all(
-            isinstance(one, DataLoader) and one.num_workers > 0 and _is_batched(one) and _is_drawn_from_nothing(one.sampler)
+            isinstance(one, DataLoader)
+            and one.num_workers > 0
+            and _is_batched(one)
+            and _is_drawn_from_nothing(one.sampler)
             for one in loaders
         )
 
@@ -138,13 +140,18 @@ class _From:
         return getattr(self._inner, name)
 
 
+def _combined(fetcher: Any) -> Any:
+    return fetcher.combined_loader if hasattr(fetcher, "combined_loader") else fetcher.dataloader  # up to 2.0.8
+
+
 def _loaders(fetcher: Any) -> list[Any]:
-    return list(fetcher.combined_loader.flattened)
+    return list(_combined(fetcher).flattened)
 
 
 def _is_ahead(fetcher: Any) -> bool:
     """Whether the fetcher has a batch in hand before it is asked for one, to know which is the last."""
-    return fetcher.length is None and bool(getattr(fetcher, "prefetch_batches", 0))
+    unsized = fetcher.length is None if hasattr(fetcher, "length") else not getattr(fetcher, "_has_len", True)
+    return unsized and bool(getattr(fetcher, "prefetch_batches", 0))
 
 
 def _is_batched(loader: Any) -> bool:
@@ -174,7 +181,11 @@ def _load_states(loaders: list[Any], states: list[Any]) -> None:
 
 def _generators(loader: Any) -> list[torch.Generator]:
     """Return the generators that a loader's order is drawn from, if it has any of its own."""
-    holders = (loader, getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None))
+    holders = (
+        loader,
+        getattr(loader, "sampler", None),
+        getattr(getattr(loader, "batch_sampler", None), "sampler", None),
+    )
     found = {id(one): one for one in (getattr(holder, "generator", None) for holder in holders)}
     return [one for one in found.values() if isinstance(one, torch.Generator)]
 

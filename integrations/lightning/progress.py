@@ -16,7 +16,16 @@ from resilience.integrations.lightning import flavour
 
 _COUNTERS = ("_batches_that_stepped",)  # numbers of loops that are not in a progress
 _STANDARD = frozenset(
-    {"epoch", "global_step", "pytorch-lightning_version", "state_dict", "loops", "callbacks", "optimizer_states", "lr_schedulers"}
+    {
+        "epoch",
+        "global_step",
+        "pytorch-lightning_version",
+        "state_dict",
+        "loops",
+        "callbacks",
+        "optimizer_states",
+        "lr_schedulers",
+    }
 )
 
 
@@ -107,7 +116,9 @@ def _overrides(thing: Any, hook: str) -> bool:
     if method is None or hook in vars(thing):
         return hook in vars(thing)
     home = str(method.__module__)
-    return not home.endswith((".callbacks.callback", ".core.hooks", ".core.module")) and not home.startswith("resilience.")
+    return not home.endswith((".callbacks.callback", ".core.hooks", ".core.module")) and not home.startswith(
+        "resilience."
+    )
 
 
 # -- loops ------------------------------------------------------------------------------------------------------------
@@ -131,9 +142,7 @@ def _walk(loop: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 def _plain(progress: Any) -> dict[str, Any]:
     """Return the numbers of a progress, as its own ``state_dict`` would: that copies deeply, which takes ten times as long."""
-    return {
-        name: _plain(value) if dataclasses.is_dataclass(value) else value for name, value in vars(progress).items()
-    }
+    return {name: _plain(value) if dataclasses.is_dataclass(value) else value for name, value in vars(progress).items()}
 
 
 def loops_state(fit_loop: Any) -> dict[str, Any]:

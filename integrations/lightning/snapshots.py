@@ -17,12 +17,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from resilience.checkpoint.flash import FlashCheckpoint
-from resilience.checkpoint.receipt import Receipt
-from resilience.checkpoint.state import Random
 from resilience.integrations.lightning.metrics import Metrics
 from resilience.integrations.lightning.position import Position
 from resilience.integrations.lightning.progress import Progress
+
+from resilience.checkpoint.flash import FlashCheckpoint
+from resilience.checkpoint.receipt import Receipt
+from resilience.checkpoint.state import Random
 
 _LOG = logging.getLogger("resilience.lightning")
 _PATIENCE_S = 20.0  # for a slot, of the last snapshot before an agreed stop

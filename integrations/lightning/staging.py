@@ -34,7 +34,9 @@ class Staging(FlashCheckpoint):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, disk_every=None, keep=_KEEP, slots=2)
         self.folder = folder
-        self.left: tuple[int, str] | None = None  # what an earlier life has left here: a step, and the file it was meant for
+        self.left: tuple[int, str] | None = (
+            None  # what an earlier life has left here: a step, and the file it was meant for
+        )
         try:
             found = self._agree(None, self._look, fresh=True)
         except BaseException as error:
@@ -67,7 +69,9 @@ class Staging(FlashCheckpoint):
     def put(self, checkpoint: dict[str, Any], path: Path, wait: float) -> tuple[int, Receipt]:
         """Take a copy of a checkpoint that is meant for ``path``. Returns when it is in memory that outlives this process."""
         number = self._next
-        receipt = self.save_state(number, {"number": number, "path": str(path), "checkpoint": checkpoint}, disk=True, wait=wait)
+        receipt = self.save_state(
+            number, {"number": number, "path": str(path), "checkpoint": checkpoint}, disk=True, wait=wait
+        )
         self._next += 1
         return number, receipt
 

@@ -16,18 +16,18 @@ import pytorch_lightning
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
-from torch.utils.data import DataLoader
-
-import resilience
-from resilience import WorkloadAction, WorkloadControlRequest
-from resilience.errors import ConfigError, ResilienceError
-from resilience.failover.strategy import FailoverStrategy
 from resilience.integrations import lightning as ours
 from resilience.integrations import pytorch_lightning as theirs
 from resilience.integrations.lightning import policy
 from resilience.integrations.lightning.faults import Faults, SimulatedFaultParams, parse
 from resilience.integrations.lightning.finished import End, is_complete
 from resilience.integrations.lightning.snapshots import Due
+from torch.utils.data import DataLoader
+
+import resilience
+from resilience import WorkloadAction, WorkloadControlRequest
+from resilience.errors import ConfigError, ResilienceError
+from resilience.failover.strategy import FailoverStrategy
 from resilience.pulse import client
 from tests.integrations.lightning.training import Crash, Model, Numbers, Rows, loader, trained
 
@@ -168,12 +168,17 @@ def test_pytorch_lightning_has_classes_of_its_own_and_the_other_name_is_refused(
 
         pytorch_lightning.seed_everything(3)
         model = Small()
-        quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
+        quiet = {
+            "logger": False,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            "enable_checkpointing": False,
+        }
         trainer = pytorch_lightning.Trainer(accelerator="cpu", max_epochs=2, callbacks=[callback], **quiet)
         trainer.fit(model, loader("plain"))
         return model.layer.weight.detach().clone()
 
-    with pytest.raises(ConfigError, match="Import it from resilience.integrations.pytorch_lightning"):
+    with pytest.raises(ConfigError, match=r"Import it from resilience\.integrations\.pytorch_lightning"):
         fit(ours.ResilienceCallback(tmp_path / "a"))
     straight = fit(theirs.ResilienceCallback(tmp_path / "a"))
     with pytest.raises(Crash):
@@ -221,7 +226,11 @@ def test_policy_leads_to_a_request(said: Any, action: WorkloadAction | None) -> 
 
 def test_of_a_mapping_the_nearest_class_counts_and_requests_are_taken_as_they_are() -> None:
     wanted = WorkloadControlRequest(WorkloadAction.ShutdownWorkload, "mine")
-    rules: dict[type[BaseException], policy.Answer] = {Exception: None, OSError: FailoverStrategy.NODE, FileNotFoundError: wanted}
+    rules: dict[type[BaseException], policy.Answer] = {
+        Exception: None,
+        OSError: FailoverStrategy.NODE,
+        FileNotFoundError: wanted,
+    }
     assert policy.answer(rules, FileNotFoundError()) is wanted
     assert policy.answer(rules, PermissionError()) is FailoverStrategy.NODE
     assert policy.answer(rules, KeyError()) is None
@@ -230,9 +239,9 @@ def test_of_a_mapping_the_nearest_class_counts_and_requests_are_taken_as_they_ar
 
 def test_policy_that_can_not_be_meant_is_refused() -> None:
     with pytest.raises(ConfigError, match="give a function of the exception"):
-        ours.ResilienceCallback(exc_handling_policy={"OSError": None})  # type: ignore[dict-item]
+        ours.ResilienceCallback(exc_handling_policy={"OSError": None})
     with pytest.raises(ConfigError, match="returned 3"):
-        policy.request(3, KeyError())  # type: ignore[arg-type]
+        policy.request(3, KeyError())
 
 
 # -- when it is due, and when it is over ------------------------------------------------------------------------------
@@ -279,7 +288,12 @@ def test_file_says_that_training_is_complete(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], made: bool
 ) -> None:
     monkeypatch.setenv("FAULT_TOL_FINISHED_FLAG_FILE", str(tmp_path / "deep" / "finished"))
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
+    quiet = {
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "enable_checkpointing": False,
+    }
     callbacks = [ours.FaultToleranceCallback(autoresume=True, calculate_timeouts=False), *settings.pop("callbacks", [])]
     trainer = pl.Trainer(accelerator="cpu", default_root_dir=tmp_path, callbacks=callbacks, **quiet, **settings)
     trainer.fit(Model(), loader("plain"), DataLoader(Numbers(), 8))
@@ -312,13 +326,22 @@ def test_faults_are_given_in_code_or_by_the_environment(environment: pytest.Monk
         SimulatedFaultParams("slow", rank_to_fail=None, step=3, seconds=0.5, cycle=2),
     ]
     fault = SimulatedFaultParams("rank_hung", 60.0, 5.0, 0)
-    assert parse(fault) == parse({"fault_type": "rank_hung", "base_delay": 60.0, "rand_delay": 5.0, "rank_to_fail": 0}) == [fault]
+    assert (
+        parse(fault)
+        == parse({"fault_type": "rank_hung", "base_delay": 60.0, "rand_delay": 5.0, "rank_to_fail": 0})
+        == [fault]
+    )
     assert parse([fault, fault]) == [fault, fault]
 
 
 @pytest.mark.parametrize(
     ("text", "word"),
-    [("kil:step=1", "Did you mean 'kill'"), ("kill:stepp=1", "'step'"), ("kill:step=x", "NAME=NUMBER"), ("slow:rank=0", "step=N")],
+    [
+        ("kil:step=1", "Did you mean 'kill'"),
+        ("kill:stepp=1", "'step'"),
+        ("kill:step=x", "NAME=NUMBER"),
+        ("slow:rank=0", "step=N"),
+    ],
 )
 def test_fault_that_can_not_be_meant_is_refused(environment: pytest.MonkeyPatch, text: str, word: str) -> None:
     environment.setenv("RESILIENCE_SIMULATED_FAULT", text)
@@ -336,7 +359,9 @@ def test_ranks_agree_without_a_word_on_who_of_them_fails() -> None:
 
 
 @pytest.mark.spawns
-@pytest.mark.parametrize(("fault", "end"), [("kill:rank=0,step=2", -signal.SIGKILL), ("rank_hung:rank=0,delay=0.1", "T")])
+@pytest.mark.parametrize(
+    ("fault", "end"), [("kill:rank=0,step=2", -signal.SIGKILL), ("rank_hung:rank=0,delay=0.1", "T")]
+)
 def test_rank_is_killed_or_stopped_for_real(tmp_path: Path, fault: str, end: Any) -> None:
     import subprocess
     import sys

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -15,11 +14,11 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from resilience.integrations.lightning import FlashCheckpointIO, ResilienceCallback
 from torch.utils.data import DataLoader
 
 from resilience.checkpoint.encoding import register_codec
 from resilience.errors import ConfigError, ResilienceError
-from resilience.integrations.lightning import FlashCheckpointIO, ResilienceCallback
 from tests.integrations.lightning.training import Model, Numbers, loader
 from tests.jobs import wait_for
 
@@ -29,7 +28,9 @@ pytestmark = pytest.mark.spawns
 class Plain(Model):
     """Has hyperparameters of several kinds."""
 
-    def __init__(self, lr: float = 0.1, shape: tuple[int, ...] = (1, 2), where: Path = Path("data"), more: Any = None) -> None:
+    def __init__(
+        self, lr: float = 0.1, shape: tuple[int, ...] = (1, 2), where: Path = Path("data"), more: Any = None
+    ) -> None:
         super().__init__()
         self.save_hyperparameters()
 
@@ -164,7 +165,9 @@ def test_hyperparameters_of_any_type_are_kept_by_a_codec(tmp_path: Path) -> None
     assert found.words == ["a", "b"]
 
 
-def test_what_cannot_be_kept_is_said_before_step_0_with_the_callback_and_by_the_first_save_without(tmp_path: Path) -> None:
+def test_what_cannot_be_kept_is_said_before_step_0_with_the_callback_and_by_the_first_save_without(
+    tmp_path: Path,
+) -> None:
     model = Plain(more=Unknown())
     callbacks = [ResilienceCallback(tmp_path / "flash"), ModelCheckpoint(tmp_path / "saved")]
     trainer = trainer_of(tmp_path, [FlashCheckpointIO()], callbacks)
@@ -212,7 +215,7 @@ def test_failure_behind_the_training_is_raised_by_the_next_call(tmp_path: Path) 
     with pytest.raises((ResilienceError, OSError)):
         plugin.save_checkpoint({"a": torch.ones(3)}, target)
         plugin.wait()
-    os.remove(target.parent)
+    target.parent.unlink()
     plugin.save_checkpoint({"a": torch.zeros(3)}, target)
     plugin.teardown()
     wait_for(target.exists, "the file")

@@ -24,7 +24,9 @@ TWO = ["--nproc-per-node=2", "--max-restarts=3"]
 def logged(folder: Path) -> dict[tuple[str, str], str]:
     """Everything that was logged in all lives of a job, by step and name. What was logged twice must be the same."""
     found: dict[tuple[str, str], str] = {}
-    for path in sorted(folder.glob("logs/lightning_logs/version_*/metrics.csv"), key=lambda path: int(path.parent.name[8:])):
+    for path in sorted(
+        folder.glob("logs/lightning_logs/version_*/metrics.csv"), key=lambda path: int(path.parent.name[8:])
+    ):
         with path.open() as file:
             for row in csv.DictReader(file):
                 if "step" not in row:  # the file is being written anew

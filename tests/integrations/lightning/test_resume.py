@@ -52,7 +52,7 @@ def test_every_kind_of_loader_is_at_the_right_batch_again(tmp_path: Path, kind: 
         {"manual": True},
         {"log_every_n_steps": 4, "gradient_clip_val": 0.5},
     ],
-    ids=lambda settings: ",".join(settings),
+    ids=",".join,
 )
 def test_whatever_the_trainer_is_told_it_goes_on_in_the_same_way(tmp_path: Path, settings: dict[str, Any]) -> None:
     assert resumed(tmp_path, 11, **settings) == undisturbed(tmp_path, **settings)

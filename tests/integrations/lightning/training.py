@@ -11,11 +11,10 @@ import lightning.pytorch as pl
 import numpy as np
 import torch
 from lightning.pytorch.loggers import Logger
+from resilience.integrations.lightning import ResilienceCallback
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 from torchmetrics import MeanMetric
-
-from resilience.integrations.lightning import ResilienceCallback
 
 WIDTH = 6
 SAMPLES = 32
@@ -116,9 +115,11 @@ def loader(kind: str) -> Any:
         return DataLoader(Stream(), BATCH)
     if kind == "replacement":
         return DataLoader(Numbers(), BATCH, sampler=RandomSampler(range(SAMPLES), replacement=True))
-    if kind in ("stateful", "endless"):
-        return Stateful(sized=kind == "stateful")
-    return DataLoader(Numbers(), BATCH, shuffle=True)
+    return (
+        Stateful(sized=kind == "stateful")
+        if kind in ("stateful", "endless")
+        else DataLoader(Numbers(), BATCH, shuffle=True)
+    )
 
 
 class Model(pl.LightningModule):
@@ -146,10 +147,10 @@ class Model(pl.LightningModule):
         self.mean(loss)
         self.log("mean", self.mean, on_epoch=True, on_step=False)
         if not self.automatic_optimization:
-            for optimizer in self.optimizers():  # type: ignore[union-attr]
+            for optimizer in self.optimizers():
                 optimizer.zero_grad()
             self.manual_backward(loss)
-            for optimizer in self.optimizers():  # type: ignore[union-attr]
+            for optimizer in self.optimizers():
                 optimizer.step()
         return loss
 
@@ -189,6 +190,7 @@ class Outcome:
 
 def trained(
     folder: Any,
+    *,
     kind: str = "plain",
     crash_at: int | None = None,
     rows: Rows | None = None,
