@@ -61,10 +61,14 @@ class Progress:
                 thing.load_state_dict(state[name])
         self._to_hooks(state)
 
-    def resume(self) -> None:
+    def count(self) -> None:
         """Set the loops to where they were, unless the epoch was over: then the next one has begun as it should."""
         if not self.over:
             load_loops(self._trainer.fit_loop, self._loops)
+
+    def resume(self) -> None:
+        """Do so for the last time: from here on they count."""
+        self.count()
         self._loops, self.over = {}, False
 
     def _from_hooks(self, loops: dict[str, Any], callbacks: dict[str, Any]) -> dict[str, Any]:

@@ -140,6 +140,8 @@ class Snapshots:
     def before_iteration(self, fetcher: Any) -> None:
         """See :class:`boundary.Watcher`."""
         self._place.position.before_iteration(fetcher)
+        if self._place.loaded is not None:
+            self._progress.count()  # Lightning 2.0 numbers the batch before it asks for it
 
     def aim(self) -> None:
         """Training begins: have the data go to where it was."""

@@ -1,0 +1,89 @@
+"""Time the steps of a Lightning trainer, from one ``training_step`` to the next, with and without callbacks, in turns."""
+
+from __future__ import annotations
+
+import logging
+import statistics
+import tempfile
+import warnings
+from pathlib import Path
+from time import perf_counter_ns
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from benchmarks.workloads.voice import say
+from resilience.integrations.lightning import ResilienceCallback
+
+_STEPS, _WARM, _ROUNDS, _WIDTH = 600, 100, 7, 64
+_FOLDER = Path(tempfile.mkdtemp())
+_NEVER = 1 << 40
+
+
+class Model(pl.LightningModule):
+    """Small: the step itself should not hide what is measured."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(_WIDTH, _WIDTH), nn.ReLU(), nn.Linear(_WIDTH, 1))
+        self.at: list[int] = []
+
+    def training_step(self, batch: list[torch.Tensor], index: int) -> torch.Tensor:
+        self.at.append(perf_counter_ns())
+        return self.layers(batch[0]).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+
+def variants() -> dict[str, list[Any]]:
+    """Return the callbacks of each variant, new ones every time."""
+    fresh = tempfile.mkdtemp(dir=_FOLDER)
+    never: Any = {"memory_every": _NEVER, "disk_every": None}
+    return {
+        "no callback": [],
+        "a callback that does nothing": [pl.Callback()],
+        "ResilienceCallback(snapshots=False)": [ResilienceCallback(snapshots=False)],
+        "ResilienceCallback, no snapshot due": [ResilienceCallback(fresh + "/a", **never)],
+        "ResilienceCallback, a snapshot in every step": [ResilienceCallback(fresh + "/b", disk_every=None)],
+        "the same, mode='blocking'": [ResilienceCallback(fresh + "/c", disk_every=None, mode="blocking")],
+    }
+
+
+def steps(callbacks: list[Any]) -> list[int]:
+    """Train; return the time of each step."""
+    model = Model()
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        max_steps=_STEPS,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        callbacks=callbacks,
+    )
+    trainer.fit(model, DataLoader(TensorDataset(torch.randn(_STEPS * 4, _WIDTH)), 4))
+    return [after - before for before, after in zip(model.at[_WARM:], model.at[_WARM + 1 :], strict=False)]
+
+
+def main() -> None:
+    """Measure all variants in turns, and tell."""
+    warnings.simplefilter("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    torch.set_num_threads(1)
+    found: dict[str, list[list[int]]] = {}
+    for _ in range(_ROUNDS):
+        for name, callbacks in variants().items():
+            found.setdefault(name, []).append(steps(callbacks))
+    say("measured", **{name: [_median(one) for one in rounds] for name, rounds in found.items()})
+
+
+def _median(ns: list[int]) -> float:
+    return statistics.median(ns) / 1e3
+
+
+if __name__ == "__main__":
+    main()
