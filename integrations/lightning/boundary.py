@@ -26,6 +26,9 @@ class Watcher(Protocol):
     def before_batch(self, fetcher: Any) -> None:
         """The next batch is about to be fetched."""
 
+    def after_batch(self) -> None:
+        """It is there, and training with it begins."""
+
 
 class _Watched:
     """Stands before the fetcher's own class."""
@@ -37,9 +40,12 @@ class _Watched:
         return super().__iter__()  # type: ignore[misc]
 
     def __next__(self) -> Any:
-        self.resilience.before_batch(self)
+        watcher = self.resilience
+        watcher.before_batch(self)
         with section("load"):
-            return super().__next__()  # type: ignore[misc]
+            batch = super().__next__()  # type: ignore[misc]
+        watcher.after_batch()
+        return batch
 
 
 @functools.cache

@@ -163,7 +163,7 @@ class Hooks:
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         """See Lightning. The loaders may be new ones."""
-        self._saved()
+        self._over()
         client.section("epoch end").leave()
         if self._snapshots is not None:
             self._snapshots.before_epoch()
@@ -174,16 +174,24 @@ class Hooks:
 
     # -- between two batches, and in them ---------------------------------------------------------------------------
 
+    # Lightning spends 3 µs on calling a hook, also one that does nothing, unless it can't be called. The fetcher tells all that
+    # these would: a step is what happens from one batch to the next, without validation, saving and the end of an epoch.
+    on_train_batch_start: Any = None
+    on_train_batch_end: Any = None
+    on_before_zero_grad: Any = None
+    on_before_backward: Any = None
+    on_after_backward: Any = None
+    on_before_optimizer_step: Any = None
+
     def between(self, trainer: Any, fetcher: Any) -> None:
         """Everything of the last batch is over, and the next one is not fetched yet."""
-        if self._saving:
-            self._saved()
+        self._over()
         if self._first:
             self._begin(fetcher)
-        step = trainer.global_step
+        step = trainer.fit_loop.epoch_loop.global_step
         stop = self._signals.agreed and signals.asked()
         new = step != self._last or step == 0
-        whole = new if self._snapshots is None else self._snapshots.take(fetcher, stop)
+        whole = new if self._snapshots is None else self._snapshots.take(fetcher, step, stop)
         self._last = step
         client.heartbeat(step - 1 if step else None)
         if stop and whole:
@@ -195,25 +203,21 @@ class Hooks:
             self._snapshots.arrive(fetcher)
         client.section("setup").leave()
 
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """See Lightning."""
+    def in_batch(self, trainer: Any) -> None:
+        """The batch is there. Forward, backward, the reduction of gradients and the optimizer's step follow."""
         self._step.enter()
         if self._strike is not None:
             self._strike(trainer.global_step)
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """See Lightning. Forward, backward, the reduction of gradients and the optimizer's step are over."""
-        self._step.leave()
-
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """See Lightning. What other callbacks and the module do now has a clock of its own."""
-        self._saved()
+        self._over()
         client.section("epoch end").enter()
         self._ask()
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         """See Lightning."""
-        self._saved()
+        self._over()
         if not trainer.sanity_checking:
             client.section("validation").enter()
 
@@ -255,10 +259,13 @@ class Hooks:
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """A checkpoint is about to be written. Nobody says when that is over; the next thing that happens says so."""
         if not self._saving:
+            self._step.leave()
             self._saving = True
             client.section("checkpointing").enter()
 
-    def _saved(self) -> None:
+    def _over(self) -> None:
+        """A step is over, and whatever was saved in it."""
+        self._step.leave()
         if self._saving:
             self._saving = False
             client.section("checkpointing").leave()
@@ -289,7 +296,7 @@ class Hooks:
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """See Lightning. Whatever is left is teardown."""
-        self._saved()
+        self._over()
         client.section("epoch end").leave()
         client.section("teardown").enter()
         boundary.release(trainer)
@@ -302,7 +309,7 @@ class Hooks:
         """See Lightning. Not called after an exception."""
         if stage != "fit":
             return
-        self._saved()
+        self._over()
         if self._snapshots is not None:
             closing, self._snapshots = self._snapshots, None
             closing.close()
@@ -353,3 +360,7 @@ class _Between:
     def before_batch(self, fetcher: Any) -> None:
         """See :class:`boundary.Watcher`."""
         self._callback.between(self._trainer, fetcher)
+
+    def after_batch(self) -> None:
+        """See :class:`boundary.Watcher`."""
+        self._callback.in_batch(self._trainer)

@@ -59,7 +59,7 @@ class Position:
 
     def before_batch(self, fetcher: Any) -> None:
         """A batch is about to be fetched, and the state is saved already: note what is not there any more next time."""
-        if _is_ahead(fetcher):
+        if getattr(fetcher, "batches", None) and _is_ahead(fetcher):
             self._before = _states(_loaders(fetcher))
 
     def arrive(self, fetcher: Any) -> None:

@@ -151,10 +151,10 @@ class Snapshots:
 
     # -- saving -----------------------------------------------------------------------------------------------------
 
-    def take(self, fetcher: Any, stop: bool = False) -> bool:
-        """Take a snapshot if one is due, or before a ``stop``. Return whether training is at a place that can be gone on from."""
-        trainer = self._trainer
-        now, last = trainer.global_step, self._last
+    def take(self, fetcher: Any, now: int, stop: bool = False) -> bool:
+        """Take a snapshot if one is due after ``now`` optimizer steps, or before a ``stop``. Return whether training is at a place
+        that can be gone on from."""
+        last = self._last
         arrived, self._arrived = self._arrived, False
         if now == last:  # nothing is new: gradients are accumulated, or the first batch comes
             self._place.position.before_batch(fetcher)
@@ -162,7 +162,7 @@ class Snapshots:
         self._last = now
         if stop or not self._memory.steps or self._memory.since(last, now) or self._disk.since(last, now):
             self._place.fetcher = fetcher
-            self._place.batches = trainer.fit_loop.epoch_loop.batch_progress.current.completed
+            self._place.batches = self._trainer.fit_loop.epoch_loop.batch_progress.current.completed
             disk = True if stop or self._disk.since(last, now) else None
             self._save(now - 1, disk, _PATIENCE_S if stop else None)
         self._place.position.before_batch(fetcher)
