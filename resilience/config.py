@@ -295,7 +295,7 @@ def error_file() -> str | None:
 
 
 def simulated_fault() -> str | None:
-    """Return the faults that an integration is to simulate on a rank, if any; see ``resilience.integrations.lightning.faults``."""
+    """Return the faults that an integration is to simulate on a rank, if any; see ``resilience.integrations.faults``."""
     return os.environ.get(ENV_SIMULATED_FAULT) or None
 
 

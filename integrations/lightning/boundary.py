@@ -16,6 +16,8 @@ from typing import Any, Protocol
 from resilience.errors import ConfigError
 from resilience.pulse.client import section
 
+_LOAD = section("load")
+
 
 class Watcher(Protocol):
     """Who is told."""
@@ -42,7 +44,7 @@ class _Watched:
     def __next__(self) -> Any:
         watcher = self.resilience
         watcher.before_batch(self)
-        with section("load"):
+        with _LOAD:
             batch = super().__next__()  # type: ignore[misc]
         watcher.after_batch()
         return batch

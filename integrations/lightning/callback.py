@@ -20,9 +20,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from resilience.integrations.lightning import boundary, finished, flavour, policy, signals
+from resilience.integrations import finished
+from resilience.integrations.lightning import boundary, flavour, policy, signals
 from resilience.integrations.lightning.checkpoint_io import FlashIO, hyperparameters, unkept
-from resilience.integrations.lightning.faults import Faults, parse
+from resilience.integrations.faults import Faults, parse
 from resilience.integrations.lightning.snapshots import Snapshots
 
 from resilience import config

@@ -8,6 +8,7 @@ loop that has begun in the usual way, and no counter is guessed from another.
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Iterator
 from copy import deepcopy
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 from resilience.integrations.lightning import flavour
 
 _COUNTERS = ("_batches_that_stepped",)  # numbers of loops that are not in a progress
+_NUMBERS = (int, bool, float, type(None))
 _STANDARD = frozenset(
     {
         "epoch",
@@ -34,14 +36,15 @@ class Progress:
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
+        self._counted = list(_counted(trainer.fit_loop))
         self._loops: dict[str, Any] = {}
         self.over = False  # training has come to its end
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the trainer knows now."""
         trainer = self._trainer
-        loops, callbacks = loops_state(trainer.fit_loop), _callback_states(trainer)
-        found = {"loops": loops, "callbacks": callbacks, "over": self.over, "should_stop": bool(trainer.should_stop)}
+        loops, callbacks = loops_state(self._counted), _callback_states(trainer)
+        found = {"loops": json.dumps(loops), "callbacks": callbacks, "over": self.over, "should_stop": bool(trainer.should_stop)}
         for name, thing in (("precision", trainer.precision_plugin), ("datamodule", trainer.datamodule)):
             if thing is not None:
                 found[name] = thing.state_dict()
@@ -50,8 +53,8 @@ class Progress:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over a state. The loops are set once more by :meth:`resume`, where they were counted."""
         trainer = self._trainer
-        self._loops, self.over = state["loops"], state["over"]
-        load_loops(trainer.fit_loop, self._loops)
+        self._loops, self.over = json.loads(state["loops"]), state["over"]
+        load_loops(self._counted, self._loops)
         for callback in trainer.callbacks:
             known = state["callbacks"].get(callback.state_key)
             if known:
@@ -64,7 +67,7 @@ class Progress:
     def count(self) -> None:
         """Set the loops to where they were, unless the epoch was over: then the next one has begun as it should."""
         if not self.over:
-            load_loops(self._trainer.fit_loop, self._loops)
+            load_loops(self._counted, self._loops)
 
     def resume(self) -> None:
         """Do so for the last time: from here on they count."""
@@ -89,7 +92,7 @@ class Progress:
         mine = [one for one in trainer.callbacks if _overrides(one, "on_load_checkpoint")]
         if not mine and not _overrides(module, "on_load_checkpoint"):
             return
-        checkpoint = {**self._as_checkpoint(state["loops"], state["callbacks"]), **state["hooks"]}
+        checkpoint = {**self._as_checkpoint(self._loops, state["callbacks"]), **state["hooks"]}
         module.on_load_checkpoint(checkpoint)
         for callback in mine:
             callback.on_load_checkpoint(trainer, module, checkpoint)
@@ -149,25 +152,29 @@ def _plain(progress: Any) -> dict[str, Any]:
     return {name: _plain(value) if dataclasses.is_dataclass(value) else value for name, value in vars(progress).items()}
 
 
-def loops_state(fit_loop: Any) -> dict[str, Any]:
-    """Return every number that the loops count with."""
-    found: dict[str, Any] = {}
+def _counted(fit_loop: Any) -> Iterator[tuple[str, Any, str]]:
+    """Yield what the loops count with: its place, whose it is, and its name there."""
     for prefix, loop in _walk(fit_loop):
         for name, value in vars(loop).items():
-            if _is_progress(value):
-                found[prefix + name] = _plain(value)
-            elif name in _COUNTERS:
-                found[prefix + name] = value
+            if _is_progress(value) or name in _COUNTERS:
+                yield prefix + name, loop, name
+
+
+def loops_state(counted: list[tuple[str, Any, str]]) -> dict[str, Any]:
+    """Return every number that the loops count with."""
+    found: dict[str, Any] = {}
+    for key, loop, name in counted:
+        value = getattr(loop, name)
+        found[key] = value if name in _COUNTERS else _plain(value)
     return found
 
 
-def load_loops(fit_loop: Any, state: dict[str, Any]) -> None:
+def load_loops(counted: list[tuple[str, Any, str]], state: dict[str, Any]) -> None:
     """Set every number that the loops count with."""
-    for prefix, loop in _walk(fit_loop):
-        for name, value in list(vars(loop).items()):
-            if prefix + name not in state:
-                continue
-            if _is_progress(value):
-                value.load_state_dict(deepcopy(state[prefix + name]))
-            elif name in _COUNTERS:
-                setattr(loop, name, state[prefix + name])
+    for key, loop, name in counted:
+        if key not in state:
+            continue
+        if name in _COUNTERS:
+            setattr(loop, name, state[key])
+        else:
+            getattr(loop, name).load_state_dict(deepcopy(state[key]))

@@ -11,7 +11,7 @@ except ModuleNotFoundError as error:
 
 from resilience.integrations.lightning.callback import Hooks
 from resilience.integrations.lightning.checkpoint_io import FlashIO
-from resilience.integrations.lightning.faults import SimulatedFaultParams
+from resilience.integrations.faults import SimulatedFaultParams
 from resilience.integrations.lightning.nvrx import FaultTolerance, FaultToleranceSections
 
 

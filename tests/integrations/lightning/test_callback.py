@@ -19,8 +19,8 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from resilience.integrations import lightning as ours
 from resilience.integrations import pytorch_lightning as theirs
 from resilience.integrations.lightning import policy
-from resilience.integrations.lightning.faults import Faults, SimulatedFaultParams, parse
-from resilience.integrations.lightning.finished import End, is_complete
+from resilience.integrations.faults import Faults, SimulatedFaultParams, parse
+from resilience.integrations.finished import End, is_complete
 from resilience.integrations.lightning.snapshots import Due
 from torch.utils.data import DataLoader
 
@@ -369,7 +369,7 @@ def test_rank_is_killed_or_stopped_for_real(tmp_path: Path, fault: str, end: Any
     from tests.jobs import wait_for
 
     code = (
-        "import time; from resilience.integrations.lightning.faults import Faults, parse\n"
+        "import time; from resilience.integrations.faults import Faults, parse\n"
         "faults = Faults(parse(None), 0, 1, 0, '')\n"
         "for step in range(10000): faults.strike(step); time.sleep(0.01)"
     )
