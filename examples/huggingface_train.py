@@ -34,7 +34,7 @@ if __name__ == "__main__":
         TrainingArguments(
             output_dir=str(folder),
             per_device_train_batch_size=8,
-            num_train_epochs=3,
+            num_train_epochs=6,
             save_steps=5,
             save_total_limit=2,
             logging_steps=5,

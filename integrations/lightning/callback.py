@@ -24,6 +24,7 @@ from resilience.integrations import finished
 from resilience.integrations.lightning import boundary, flavour, policy, signals
 from resilience.integrations.lightning.checkpoint_io import FlashIO, hyperparameters, unkept
 from resilience.integrations.faults import Faults, parse
+from resilience.integrations.lightning.progress import begin_as_usual
 from resilience.integrations.lightning.snapshots import Snapshots
 
 from resilience import config
@@ -155,6 +156,7 @@ class Hooks:
         if self._reads_late and self._snapshots is not None:
             self._reads_late = False
             self._last = self._snapshots.restore()
+            begin_as_usual(trainer.fit_loop)
         self._signals.take()
         self._expecting = client.expect_heartbeats()
         self._expecting.__enter__()

@@ -152,6 +152,16 @@ def _plain(progress: Any) -> dict[str, Any]:
     return {name: _plain(value) if dataclasses.is_dataclass(value) else value for name, value in vars(progress).items()}
 
 
+def begin_as_usual(fit_loop: Any) -> None:
+    """Have the loops know nothing of a checkpoint of Lightning's that they were told to restart from."""
+    for _, loop in _walk(fit_loop):
+        for name in ("_restarting", "_loaded_from_state_dict", "_resuming_from_checkpoint"):
+            if name in vars(loop):
+                setattr(loop, name, False)
+        if hasattr(loop, "reset_restart_stage"):
+            loop.reset_restart_stage()
+
+
 def _counted(fit_loop: Any) -> Iterator[tuple[str, Any, str]]:
     """Yield what the loops count with: its place, whose it is, and its name there."""
     for prefix, loop in _walk(fit_loop):

@@ -29,7 +29,7 @@ def test_killed_and_preempted_it_goes_on_and_ends_with_the_same_weights(tmp_path
     mark = {"FAULT_TOL_FINISHED_FLAG_FILE": str(tmp_path / "finished")}
     with job(tmp_path / "a", TWO, [EXAMPLE, str(tmp_path / "straight")]) as it:
         assert it.wait(120) == 0, it.log()
-        assert "30 steps on 2 ranks" in it.log()
+        assert "60 steps on 2 ranks" in it.log()
     out = tmp_path / "broken"
     faults = "kill:rank=1,step=12;slow:rank=0,step=22,seconds=0.4,cycle=1"
     with job(tmp_path / "b", TWO, [EXAMPLE, str(out)], {**mark, "RESILIENCE_SIMULATED_FAULT": faults}) as it:
