@@ -8,10 +8,9 @@ import sys
 from pathlib import Path
 
 import torch
+from resilience.integrations.huggingface import ResilienceCallback, last_checkpoint
 from torch import nn
 from transformers import Trainer, TrainingArguments
-
-from resilience.integrations.huggingface import ResilienceCallback, last_checkpoint
 
 folder, width = Path(sys.argv[1]), 16
 

@@ -33,7 +33,9 @@ def main() -> None:
 
     # What is inside Fabric's wrappers: names and hooks are then those of the model itself.
     inside = model._forward_module
-    with resilience.FlashCheckpoint(sys.argv[1], model=inside, optimizer=optimizer.optimizer, mode="overlap") as checkpoint:
+    with resilience.FlashCheckpoint(
+        sys.argv[1], model=inside, optimizer=optimizer.optimizer, mode="overlap"
+    ) as checkpoint:
         start = step = checkpoint.restore(allow_fresh_start=True)
         with resilience.expect_heartbeats():
             while step < epochs * per_epoch:

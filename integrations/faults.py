@@ -32,7 +32,8 @@ class SimulatedFaultParams:
 
     ``fault_type``: ``"kill"`` (SIGKILL), ``"hang"`` (the step never ends), ``"stop"`` (SIGSTOP), ``"slow"`` (``seconds`` more in
     every step from there on), NVRx's ``"rank_killed"`` and ``"rank_hung"``, or ``"random"``: one of those two. ``step``: it strikes
-    in this step; without one after ``base_delay`` seconds and up to ``rand_delay`` more. ``rank_to_fail``: ``None`` is any one of them.
+    in this step; without one after ``base_delay`` seconds and up to ``rand_delay`` more.
+    ``rank_to_fail``: ``None`` is any one of them.
     """
 
     fault_type: str

@@ -12,11 +12,11 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from resilience.integrations.lightning import ResilienceCallback
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.workloads.voice import say
-from resilience.integrations.lightning import ResilienceCallback
 
 _STEPS, _WARM, _ROUNDS, _WIDTH = 600, 100, 7, 64
 _FOLDER = Path(tempfile.mkdtemp())

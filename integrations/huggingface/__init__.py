@@ -20,9 +20,10 @@ except ModuleNotFoundError as missing:
         "transformers is not installed: pip install 'resilience-sdk[huggingface]' brings it."
     ) from missing
 
-from resilience import config
 from resilience.integrations import finished
 from resilience.integrations.faults import Faults, parse
+
+from resilience import config
 from resilience.pulse import client
 
 __all__ = ["ResilienceCallback", "last_checkpoint"]
@@ -38,7 +39,7 @@ def last_checkpoint(trainer: Any) -> str | None:
     return str(found) if found is not None else None
 
 
-class ResilienceCallback(TrainerCallback):  # type: ignore[misc]
+class ResilienceCallback(TrainerCallback):
     """``simulated_fault_params``: see :class:`resilience.integrations.faults.SimulatedFaultParams`.
 
     From one step to the next everything is in the section ``step``, but for what the trainer does when one is over: logging,

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from resilience.integrations.faults import SimulatedFaultParams
 from resilience.integrations.lightning import flavour
 from resilience.integrations.lightning.callback import Hooks
 from resilience.integrations.lightning.checkpoint_io import FlashIO
-from resilience.integrations.faults import SimulatedFaultParams
 from resilience.integrations.lightning.nvrx import FaultTolerance, FaultToleranceSections
 
 _lightning = flavour.chosen()

@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from resilience.integrations import finished
+from resilience.integrations.faults import Faults, parse
 from resilience.integrations.lightning import boundary, flavour, policy, signals
 from resilience.integrations.lightning.checkpoint_io import FlashIO, hyperparameters, unkept
-from resilience.integrations.faults import Faults, parse
 from resilience.integrations.lightning.progress import begin_as_usual
 from resilience.integrations.lightning.snapshots import Snapshots
 

@@ -27,8 +27,8 @@ class FaultTolerance(Hooks):
     """``autoresume``: make the file that ``FAULT_TOL_FINISHED_FLAG_FILE`` names when training is complete.
 
     ``calculate_timeouts``: calculate timeouts from what was seen, and keep them for later jobs in ``exp_dir`` (by default
-    ``ft_state`` below the trainer's log directory). Without it they are learned all the same, for this job. ``simulated_fault_params``: see
-    :class:`SimulatedFaultParams`. ``logger_name``: what is said goes to this logger.
+    ``ft_state`` below the trainer's log directory). Without it they are learned all the same, for this job.
+    ``simulated_fault_params``: see :class:`SimulatedFaultParams`. ``logger_name``: what is said goes to this logger.
     """
 
     def __init__(

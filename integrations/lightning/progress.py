@@ -44,7 +44,12 @@ class Progress:
         """Return what the trainer knows now."""
         trainer = self._trainer
         loops, callbacks = loops_state(self._counted), _callback_states(trainer)
-        found = {"loops": json.dumps(loops), "callbacks": callbacks, "over": self.over, "should_stop": bool(trainer.should_stop)}
+        found = {
+            "loops": json.dumps(loops),
+            "callbacks": callbacks,
+            "over": self.over,
+            "should_stop": bool(trainer.should_stop),
+        }
         for name, thing in (("precision", trainer.precision_plugin), ("datamodule", trainer.datamodule)):
             if thing is not None:
                 found[name] = thing.state_dict()

@@ -9,9 +9,9 @@ try:
 except ModuleNotFoundError as error:
     raise ImportError("pytorch_lightning is not installed: pip install pytorch-lightning.") from error
 
+from resilience.integrations.faults import SimulatedFaultParams
 from resilience.integrations.lightning.callback import Hooks
 from resilience.integrations.lightning.checkpoint_io import FlashIO
-from resilience.integrations.faults import SimulatedFaultParams
 from resilience.integrations.lightning.nvrx import FaultTolerance, FaultToleranceSections
 
 

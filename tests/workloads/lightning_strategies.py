@@ -20,12 +20,11 @@ import torch
 from lightning.pytorch.accelerators import CUDAAccelerator
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
+from resilience.integrations.lightning import ResilienceCallback
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.utils.data import DataLoader, TensorDataset
-
-from resilience.integrations.lightning import ResilienceCallback
 
 warnings.simplefilter("ignore")
 KIND, FOLDER = sys.argv[1], Path(sys.argv[2])
@@ -112,7 +111,9 @@ class Final(pl.Callback):
             tensors += [value for value in state.values() if isinstance(value, torch.Tensor)]
         local = [one.to_local() if hasattr(one, "to_local") else one for one in tensors]
         found = hashlib.sha256(b"".join(one.detach().numpy().tobytes() for one in local))
-        found.update(repr((trainer.global_step, float(torch.rand(1)), float(trainer.callback_metrics["loss"]))).encode())
+        found.update(
+            repr((trainer.global_step, float(torch.rand(1)), float(trainer.callback_metrics["loss"]))).encode()
+        )
         (FOLDER / f"final_{trainer.global_rank}").write_text(found.hexdigest())
 
 

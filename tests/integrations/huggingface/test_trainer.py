@@ -37,7 +37,7 @@ def test_killed_and_preempted_it_goes_on_and_ends_with_the_same_weights(tmp_path
         killed = it.report(0)["culprit"]
         assert (killed["rank"], killed["kind"], killed["step"]) == (1, "signal", 11)
         assert [item["name"] for item in killed["sections"]] == ["step"]
-        wait_for(lambda: (out / "checkpoint-20" / "trainer_state.json").exists(), "step 20 as a whole")
+        wait_for((out / "checkpoint-20" / "trainer_state.json").exists, "step 20 as a whole")
         os.kill(it.pid, signal.SIGTERM)
         assert it.wait() == 79, it.log()
     assert max(steps_saved(out)) >= 20

@@ -18,9 +18,9 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from resilience.integrations import lightning as ours
 from resilience.integrations import pytorch_lightning as theirs
-from resilience.integrations.lightning import policy
 from resilience.integrations.faults import Faults, SimulatedFaultParams, parse
 from resilience.integrations.finished import End, is_complete
+from resilience.integrations.lightning import policy
 from resilience.integrations.lightning.snapshots import Due
 from torch.utils.data import DataLoader
 

@@ -1,4 +1,4 @@
-"""Strategies: what each rank has after a kill is what it has without, whoever shards the model; and what can't be tried on a CPU."""
+"""Strategies: what each rank has after a kill is what it has without, whoever shards the model; and what no CPU can try."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ def ends(folder: Path, kind: str, env: dict[str, str]) -> tuple[list[str], str]:
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param("ddp", marks=pytest.mark.long), pytest.param("fsdp", marks=pytest.mark.long), "model_parallel"]
+    "kind",
+    [pytest.param("ddp", marks=pytest.mark.long), pytest.param("fsdp", marks=pytest.mark.long), "model_parallel"],
 )
 def test_sharded_or_not_a_kill_in_the_middle_of_an_epoch_changes_nothing(tmp_path: Path, kind: str) -> None:
     straight, _ = ends(tmp_path / "straight", kind, {})
@@ -36,7 +37,9 @@ def test_sharded_or_not_a_kill_in_the_middle_of_an_epoch_changes_nothing(tmp_pat
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["ddp", "model_parallel"])
-def test_snapshot_of_this_job_counts_more_than_the_checkpoint_that_the_script_begins_with(tmp_path: Path, kind: str) -> None:
+def test_snapshot_of_this_job_counts_more_than_the_checkpoint_that_the_script_begins_with(
+    tmp_path: Path, kind: str
+) -> None:
     straight, _ = ends(tmp_path, kind, {})
     (begin,) = (tmp_path / "out" / "saved").glob("*step=5.ckpt")
     env = {"CKPT": str(begin), "RESILIENCE_SIMULATED_FAULT": "kill:rank=0,step=17"}
