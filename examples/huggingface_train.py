@@ -15,7 +15,7 @@ from transformers import Trainer, TrainingArguments
 folder, width = Path(sys.argv[1]), 16
 
 
-class Model(nn.Module):
+class Model(nn.Module):  # type: ignore[misc]
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(width, width), nn.Dropout(0.1), nn.Linear(width, 1))
@@ -41,7 +41,7 @@ if __name__ == "__main__":
             use_cpu=True,
             disable_tqdm=True,
         ),
-        train_dataset=[{"inputs": row, "labels": row.sum(dim=-1, keepdim=True)} for row in rows],  # type: ignore[arg-type]
+        train_dataset=[{"inputs": row, "labels": row.sum(dim=-1, keepdim=True)} for row in rows],
         callbacks=[ResilienceCallback()],  # the one line
     )
     trainer.train(resume_from_checkpoint=last_checkpoint(trainer))

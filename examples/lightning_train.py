@@ -53,7 +53,7 @@ if __name__ == "__main__":
         accelerator="cpu",
         devices=ranks,
         strategy="ddp" if ranks > 1 else "auto",
-        max_epochs=3,
+        max_epochs=4,
         log_every_n_steps=1,
         logger=CSVLogger(folder / "logs", flush_logs_every_n_steps=1),
         callbacks=[

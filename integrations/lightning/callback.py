@@ -130,6 +130,7 @@ class Hooks:
 
     def _put_aside(self, trainer: Any) -> None:
         """A snapshot of this job is further than the checkpoint that the script begins with."""
+        self._reads_late = bool(trainer.strategy.restore_checkpoint_after_setup)  # then it is not known yet
         if not trainer.ckpt_path:
             return
         _LOG.info(
@@ -139,7 +140,6 @@ class Hooks:
             trainer.ckpt_path,
         )
         trainer._checkpoint_connector._loaded_checkpoint = {}
-        self._reads_late = bool(trainer.strategy.restore_checkpoint_after_setup)
 
     def on_sanity_check_start(self, trainer: Any, pl_module: Any) -> None:
         """See Lightning."""
@@ -153,8 +153,8 @@ class Hooks:
         """The data is there, and the loops begin."""
         if self._sanity_steps is not None:
             trainer.num_sanity_val_steps, self._sanity_steps = self._sanity_steps, None
-        if self._reads_late and self._snapshots is not None:
-            self._reads_late = False
+        reads_late, self._reads_late = self._reads_late, False
+        if reads_late and trainer.ckpt_path and self._snapshots is not None:
             self._last = self._snapshots.restore()
             begin_as_usual(trainer.fit_loop)
         self._signals.take()

@@ -29,14 +29,16 @@ class Position:
         self._order: dict[str, Any] | None = None  # what the order of this epoch was made from
         self._target: dict[str, Any] | None = None  # the place to go to
         self._from: _From | None = None  # stands before a sampler
+        self._drawn = 0  # batches of this iterator
         self._skipped = 0  # batches that were left out at the sampler
         self._moved = False  # stateful loaders were told their place, and the iterator was made after that
         self._before: list[Any] = []  # states of stateful loaders, one batch ago
 
-    def state_dict(self, fetcher: Any, batches: int) -> dict[str, Any]:
-        """Return the place after ``batches`` of this epoch."""
+    def state_dict(self, fetcher: Any) -> dict[str, Any]:
+        """Return the place: how many batches were drawn. That need not be how many the epoch has had: Lightning's own resume in
+        the middle of one begins the data anew."""
         states = self._before if _is_ahead(fetcher) else _states(_loaders(fetcher))
-        return {"batches": batches, "order": self._order, "loaders": states}
+        return {"batches": self._drawn, "order": self._order, "loaders": states}
 
     def go_to(self, state: dict[str, Any] | None) -> None:
         """Have the next :meth:`arrive` go to a place."""
@@ -44,7 +46,7 @@ class Position:
 
     def before_iteration(self, fetcher: Any) -> None:
         """An iterator is about to be made: note what its order is made from, or have it made from what was noted."""
-        loaders, target = _loaders(fetcher), self._target
+        loaders, target, self._drawn = _loaders(fetcher), self._target, 0
         if target is None:
             self._order = {"torch": torch.get_rng_state(), "generators": [_generator_states(one) for one in loaders]}
             self._before = _states(loaders) if _is_ahead(fetcher) else []
@@ -59,11 +61,12 @@ class Position:
 
     def before_batch(self, fetcher: Any) -> None:
         """A batch is about to be fetched, and the state is saved already: note what is not there any more next time."""
+        self._drawn += 1
         if getattr(fetcher, "batches", None) and _is_ahead(fetcher):
             self._before = _states(_loaders(fetcher))
 
-    def arrive(self, fetcher: Any) -> None:
-        """Bring the data to the place, if there is one to go to. The iterator is there."""
+    def arrive(self, fetcher: Any, completed: int) -> None:
+        """Bring the data to the place, if there is one to go to, after ``completed`` batches of the epoch. The iterator is there."""
         target, loaders = self._target, _loaders(fetcher)
         if target is None:
             return
@@ -85,7 +88,8 @@ class Position:
         step = boundary.own_class(fetcher).__next__
         for _ in range(left):
             step(fetcher)
-        fetcher.fetched = batches + (1 if _is_ahead(fetcher) else 0)
+        self._drawn = batches
+        fetcher.fetched = completed + (1 if _is_ahead(fetcher) else 0)
         iterator = getattr(_combined(fetcher), "_iterator", None)
         if iterator is not None and hasattr(iterator, "_idx"):
             iterator._idx = fetcher.fetched

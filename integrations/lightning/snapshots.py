@@ -46,12 +46,11 @@ class _Place:
     def __init__(self) -> None:
         self.position = Position()
         self.fetcher: Any = None
-        self.batches = 0
         self.start: Any = None
         self.loaded: dict[str, Any] | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        found = None if self.fetcher is None else self.position.state_dict(self.fetcher, self.batches)
+        found = None if self.fetcher is None else self.position.state_dict(self.fetcher)
         return {"start": self.start, "position": found}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -123,7 +122,8 @@ class Snapshots:
             return
         loaded, self._place.loaded = self._place.loaded, None
         if not self._progress.over and loaded is not None:
-            self._place.position.arrive(fetcher)
+            self._progress.count()
+            self._place.position.arrive(fetcher, self._trainer.fit_loop.epoch_loop.batch_progress.current.completed)
         self._progress.resume()
         self._metrics.resume()
         self._set_random()
@@ -162,7 +162,6 @@ class Snapshots:
         self._last = now
         if stop or not self._memory.steps or self._memory.since(last, now) or self._disk.since(last, now):
             self._place.fetcher = fetcher
-            self._place.batches = self._trainer.fit_loop.epoch_loop.batch_progress.current.completed
             disk = True if stop or self._disk.since(last, now) else None
             self._save(now - 1, disk, _PATIENCE_S if stop else None)
         self._place.position.before_batch(fetcher)

@@ -11,7 +11,7 @@ import torch
 
 from tests.jobs import job, wait_for
 
-pytestmark = pytest.mark.spawns
+pytestmark = [pytest.mark.spawns, pytest.mark.long]
 EXAMPLE = str(Path(__file__).parents[3] / "examples" / "huggingface_train.py")
 TWO = ["--nproc-per-node=2", "--max-restarts=2"]
 

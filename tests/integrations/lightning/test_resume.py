@@ -10,6 +10,7 @@ import pytest
 from tests.integrations.lightning.training import Crash, Outcome, Rows, trained
 
 pytestmark = pytest.mark.spawns  # savers
+LONG = pytest.mark.long
 _kept: dict[str, Outcome] = {}
 
 
@@ -29,13 +30,21 @@ def resumed(folder: Path, crash_at: int, **settings: Any) -> Outcome:
     return trained(folder / "broken", rows=rows, **settings)
 
 
-@pytest.mark.parametrize("crash_at", [3, 8, 9, 21])
+@pytest.mark.parametrize("crash_at", [3, 8, pytest.param(9, marks=LONG), pytest.param(21, marks=LONG)])
 def test_training_that_crashed_in_any_batch_of_an_epoch_ends_as_one_that_did_not(tmp_path: Path, crash_at: int) -> None:
     assert resumed(tmp_path, crash_at) == undisturbed(tmp_path)
 
 
-@pytest.mark.parametrize("kind", ["generator", "workers", "noisy", "stream", "replacement", "stateful", "endless"])
-@pytest.mark.parametrize("crash_at", [5, 13])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "workers",
+        "noisy",
+        "stateful",
+        *(pytest.param(kind, marks=LONG) for kind in ("generator", "stream", "replacement", "endless")),
+    ],
+)
+@pytest.mark.parametrize("crash_at", [pytest.param(5, marks=LONG), 13])
 def test_every_kind_of_loader_is_at_the_right_batch_again(tmp_path: Path, kind: str, crash_at: int) -> None:
     assert resumed(tmp_path, crash_at, kind=kind) == undisturbed(tmp_path, kind=kind)
 
@@ -45,12 +54,12 @@ def test_every_kind_of_loader_is_at_the_right_batch_again(tmp_path: Path, kind: 
     [
         {"val_check_interval": 3},
         {"accumulate_grad_batches": 3},
-        {"max_steps": 19, "max_epochs": -1},
-        {"limit_train_batches": 5},
-        {"limit_val_batches": 0, "max_epochs": 2},
-        {"check_val_every_n_epoch": 2},
-        {"manual": True},
-        {"log_every_n_steps": 4, "gradient_clip_val": 0.5},
+        pytest.param({"max_steps": 19, "max_epochs": -1}, marks=LONG),
+        pytest.param({"limit_train_batches": 5}, marks=LONG),
+        pytest.param({"limit_val_batches": 0, "max_epochs": 2}, marks=LONG),
+        pytest.param({"check_val_every_n_epoch": 2}, marks=LONG),
+        pytest.param({"manual": True}, marks=LONG),
+        pytest.param({"log_every_n_steps": 4, "gradient_clip_val": 0.5}, marks=LONG),
     ],
     ids=",".join,
 )

@@ -22,10 +22,8 @@ def ends(folder: Path, kind: str, env: dict[str, str]) -> tuple[list[str], str]:
         return [(folder / "out" / f"final_{rank}").read_text() for rank in range(2)], it.log()
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [pytest.param("ddp", marks=pytest.mark.long), pytest.param("fsdp", marks=pytest.mark.long), "model_parallel"],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["ddp", "fsdp", "model_parallel"])
 def test_sharded_or_not_a_kill_in_the_middle_of_an_epoch_changes_nothing(tmp_path: Path, kind: str) -> None:
     straight, _ = ends(tmp_path / "straight", kind, {})
     broken, log = ends(tmp_path / "broken", kind, {"RESILIENCE_SIMULATED_FAULT": "kill:rank=1,step=17"})
