@@ -81,6 +81,7 @@ class Hooks:
         self._learned: dict[str, Any] = {}
         self._asked_at = 0.0
         self._strike: Callable[[int], None] | None = None
+        self._count: Callable[[], int] = lambda: 0  # optimizer steps
         self._step = client.section("step")
         self._batch = client.section("validation step")
 
@@ -157,6 +158,8 @@ class Hooks:
         if reads_late and trainer.ckpt_path and self._snapshots is not None:
             self._last = self._snapshots.restore()
             begin_as_usual(trainer.fit_loop)
+        epoch_loop = trainer.fit_loop.epoch_loop
+        self._count = lambda: epoch_loop.global_step
         self._signals.take()
         self._expecting = client.expect_heartbeats()
         self._expecting.__enter__()
@@ -191,7 +194,7 @@ class Hooks:
         self._over()
         if self._first:
             self._begin(fetcher)
-        step = trainer.fit_loop.epoch_loop.global_step
+        step = self._count()
         stop = self._signals.agreed and signals.asked()
         new = step != self._last or step == 0
         whole = new if self._snapshots is None else self._snapshots.take(fetcher, step, stop)
@@ -268,7 +271,7 @@ class Hooks:
 
     def _over(self) -> None:
         """A step is over, and whatever was saved in it."""
-        self._step.leave()
+        self._step.close()
         if self._saving:
             self._saving = False
             client.section("checkpointing").leave()

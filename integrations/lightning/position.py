@@ -66,7 +66,7 @@ class Position:
             self._before = _states(_loaders(fetcher))
 
     def arrive(self, fetcher: Any, completed: int) -> None:
-        """Bring the data to the place, if there is one to go to, after ``completed`` batches of the epoch. The iterator is there."""
+        """Bring the data to the place, if there is one to go to, after ``completed`` batches of the epoch. There is an iterator."""
         target, loaders = self._target, _loaders(fetcher)
         if target is None:
             return

@@ -58,46 +58,31 @@ def goes_on(it: Job) -> list[tuple[int, str]]:
     return [(int(step), where) for step, where in re.findall(r"the job goes on from step (\d+) \((\w+)", it.log())]
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """How it ends when nothing happens."""
-    folder = tmp_path_factory.mktemp("undisturbed")
-    with run(folder, TWO) as it:
-        assert it.wait() == 0, it.log()
-        assert "on 2 ranks" in it.log()
-    return folder
-
-
-def test_a_kill_and_a_hang_in_the_middle_of_an_epoch_change_nothing(tmp_path: Path, undisturbed: Path) -> None:
-    faults = "kill:rank=1,step=13;hang:rank=0,step=25,cycle=1"
-    options = [*TWO, "--ft-rank-section-timeouts=step:4"]
-    with run(tmp_path, options, {"RESILIENCE_SIMULATED_FAULT": faults}) as it:
-        assert it.wait(150) == 0, it.log()
+def test_a_kill_a_hang_and_a_preemption_in_the_middle_of_an_epoch_change_nothing(tmp_path: Path) -> None:
+    straight, folder = tmp_path / "straight", tmp_path / "broken"
+    with run(straight, TWO) as it:
+        assert it.wait(120) == 0, it.log()
+        assert "40 steps on 2 ranks" in it.log()
+    faults = "kill:rank=1,step=5;hang:rank=0,step=12,cycle=1;slow:rank=0,step=16,seconds=0.5,cycle=2"
+    with run(folder, [*TWO, "--ft-rank-section-timeouts=step:4"], {"RESILIENCE_SIMULATED_FAULT": faults}) as it:
+        wait_for(lambda: ("16", "loss_step") in logged(folder), "step 16", 150)
         killed, hung = it.report(0)["culprit"], it.report(1)["culprit"]
         assert (killed["rank"], killed["kind"]) == (1, "signal")
         assert (hung["rank"], hung["kind"]) == (0, "hang")
         assert "in section 'step'" in hung["message"]
-        (first, where), (second, also) = goes_on(it)
-        assert (where, also) == ("memory", "memory")
-        assert 10 <= first <= 12  # ten steps in an epoch
-        assert 20 <= second <= 24
-        it.assert_nothing_left()
-    assert_same(tmp_path, undisturbed)
-
-
-def test_preempted_job_goes_on_from_disk_in_a_new_one_with_the_next_batch(tmp_path: Path, undisturbed: Path) -> None:
-    slow = {"RESILIENCE_SIMULATED_FAULT": "slow:rank=0,step=12,seconds=0.5"}
-    with run(tmp_path, TWO, slow) as it:
-        wait_for(lambda: ("12", "loss_step") in logged(tmp_path), "step 12", 120)
         os.kill(it.pid, signal.SIGTERM)
         assert it.wait() == 79, it.log()
+        (first, where), (second, also) = goes_on(it)
+        assert (where, also) == ("memory", "memory")
+        assert 2 <= first <= 4  # ten steps in an epoch
+        assert 10 <= second <= 11
         it.assert_nothing_left()
-    left = max(int(step) for step, name in logged(tmp_path) if name == "loss_step")
-    assert 12 <= left < 39, "in the middle"
-    with run(tmp_path, TWO) as it:
+    left = max(int(step) for step, name in logged(folder) if name == "loss_step")
+    assert 16 <= left < 39, "in the middle"
+    with run(folder, TWO) as it:
         assert it.wait(150) == 0, it.log()
         assert goes_on(it) == [(left, "disk")]
-    assert_same(tmp_path, undisturbed)
+    assert_same(folder, straight)
 
 
 @pytest.mark.long
