@@ -38,15 +38,14 @@ def test_sharded_or_not_a_kill_in_the_middle_of_an_epoch_changes_nothing(tmp_pat
 def test_snapshot_of_this_job_counts_more_than_the_checkpoint_that_the_script_begins_with(
     tmp_path: Path, kind: str
 ) -> None:
-    straight, _ = ends(tmp_path, kind, {})
+    ends(tmp_path, kind, {})
     (begin,) = (tmp_path / "out" / "saved").glob("*step=5.ckpt")
     env = {"CKPT": str(begin), "RESILIENCE_SIMULATED_FAULT": "kill:rank=0,step=17"}
     once, _ = ends(tmp_path / "once", kind, {"CKPT": str(begin)})
     broken, log = ends(tmp_path / "broken", kind, env)
-    (step,) = re.findall(r"the job goes on from step (\d+) \(memory\)", log)
+    (step,) = set(re.findall(r"the job goes on from step (\d+) \(memory\)", log))  # twice, where it is loaded late
     assert 12 <= int(step) <= 16
     assert broken == once
-    assert straight
 
 
 def test_lightnings_fsdp_strategy_takes_no_cpu_which_is_why_it_is_tried_with_a_stand_in() -> None:
