@@ -112,10 +112,11 @@ class Link:
             return str(answer["path"])
         return hire.find_or_start(self._place.run, self._directory)
 
-    def announce(self, nbytes: int, left: int) -> tuple[int, int]:
-        """Say how much memory this rank is about to take, and how much it finds; see :class:`saver.rooms.Rooms`."""
+    def announce(self, nbytes: int, left: int) -> tuple[int, int, int]:
+        """Say how much memory this rank is about to take, and how much it finds; see :class:`saver.rooms.Rooms`. The last number
+        is what the saver has given up for it meanwhile."""
         answer, _ = self.ask({"op": "room", "need": nbytes, "left": left})
-        return int(answer["left"]), int(answer["others"])
+        return int(answer["left"]), int(answer["others"]), int(answer["freed"])
 
     def deposit(self, ledger: Ledger, slots: list[Slot]) -> None:
         """Have the saver (and through it the launcher) hold this rank's memory."""

@@ -369,12 +369,12 @@ def describe(fetched: Fetched, rank: int, world: int) -> tuple[Message, tuple[in
     """Say where a snapshot is that was fetched, and what its bytes should be: as :func:`reception.describe` does of one that is in
     the ranks' own memory. What all share is checked by one rank each."""
     own = fetched.own[rank]
-    peers = [item.described() for _, item in sorted(fetched.own.items())]
+    known = {"digests": own.digests}
+    peers = [{**item.described(), **(known if item is own else {})} for _, item in sorted(fetched.own.items())]
     turn = sorted(fetched.own).index(rank)
     for number, item in enumerate(fetched.shared):
         mine = {"digests": item.digests} if number % len(fetched.own) == turn else {}
         peers.append({**item.described(), "rank": -1, **mine})
     fds = [item.slot.fd for _, item in sorted(fetched.own.items())] + [item.slot.fd for item in fetched.shared]
     base = {"generation": fetched.key[0], "step": fetched.key[1], "world": world, "values": own.values()}
-    where = {"found": "memory", "where": "other nodes' memory", "digests": own.digests}
-    return {**where, **base, "peers": peers}, tuple(fds)
+    return {"found": "memory", "where": "other nodes' memory", **base, "peers": peers}, tuple(fds)

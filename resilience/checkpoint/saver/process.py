@@ -280,6 +280,13 @@ class Saver:
             with contextlib.suppress(OSError):
                 channel.send(self._launcher, message, member.fds())
 
+    def _forget(self, book: Book, ranks: list[int]) -> None:
+        """Have the launcher let go of ranks' memory too: they live elsewhere now."""
+        if self._launcher is not None:
+            with contextlib.suppress(OSError):
+                directory = str(book.directory.path)
+                channel.send(self._launcher, {"op": "forget", "directory": directory, "ranks": ranks})
+
     # -- books ------------------------------------------------------------------------------------------------------
 
     def book(self, directory: str, options: dict[str, Any], *, claim: bool) -> Book:
@@ -318,6 +325,8 @@ class Saver:
         """Do what the chair says, where it takes more than a ledger."""
         if message["op"] == "commit":
             self._commit(book, message)
+        elif message["op"] == "forget":
+            self._forget(book, message["ranks"])
         elif message["op"] == "discard":
             self._clerk.do(lambda: book.directory.discard(message["folder"]))
         else:

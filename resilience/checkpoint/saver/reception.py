@@ -12,6 +12,7 @@ from resilience.checkpoint.decisions import Key
 from resilience.checkpoint.saver import clerk, copies
 from resilience.checkpoint.saver.book import Book
 from resilience.checkpoint.saver.chair import Message
+from resilience.checkpoint.saver.heritage import estate_of, estates
 from resilience.checkpoint.saver.restoring import DISK, MEMORY, Round
 from resilience.checkpoint.stores import Kept
 from resilience.errors import CheckpointError
@@ -74,6 +75,9 @@ class Reception:
             "memory": book.roll.restorable(),
             "ranks": (book.cycle.first, book.cycle.local),
             "replicas": book.copies.replicas.listed(),
+            "inherited": [
+                (*estate.key, estate.is_exact(book.cycle.ranks)) for estate in estates(book.roll, book.copies.replicas)
+            ],
         }
         if book.cycle.first == 0:
             left_out: list[str] = []
@@ -164,9 +168,16 @@ class Reception:
         if need is not None:
             book.copies.fetch(key, need, lambda wrong: self._fetched(book, meeting, wrong))
             return
+        try:
+            estate = estate_of(book.roll, book.copies.replicas, key) if message["inherited"] else None
+        except CheckpointError as error:
+            book.ask({"op": "loaded", "wrong": f"rank {book.cycle.first}: {error}", "misfit": False})
+            return
         meeting.round.choosing, meeting.round.loaded, meeting.round.misfits = False, {}, set()
         for rank, tell in meeting.tell.items():
-            if message["where"] == MEMORY:
+            if estate is not None:
+                tell(*estate.describe(rank, book.cycle.ranks))
+            elif message["where"] == MEMORY:
                 tell(*describe(book, key, rank))
             else:
                 path = str(book.directory.path / message["name"])
@@ -224,7 +235,7 @@ def describe(book: Book, key: Key, rank: int) -> tuple[dict[str, Any], tuple[int
         slot = member.slots[seal.slot]
         peers.append({"rank": other, "data": seal.data, "header": [seal.header_at, seal.header, seal.header_sum]})
         if other == rank:
-            known = book.roll.digests.of(rank, seal.serial) or clerk.digests_of(slot, seal)
-            base |= {"values": [seal.values_at, seal.values, seal.values_sum], "digests": known}
+            peers[-1]["digests"] = book.roll.digests.of(rank, seal.serial) or clerk.digests_of(slot, seal)
+            base["values"] = [seal.values_at, seal.values, seal.values_sum]
         fds.append(slot.fd)
     return {**base, "peers": peers}, tuple(fds)

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from resilience.checkpoint.saver.reach import Need, reachable
+from resilience.checkpoint.saver.reach import Need, inherited, reachable
 
 Key = tuple[int, int]
 CHAIR = 0  # its node
@@ -31,12 +32,19 @@ class Candidate:
     key: Key
     where: str
     name: str = ""  # of its folder on disk: a step may be there twice
+    inherited: bool = False  # in memory, and another number of ranks made it
 
 
-def candidates(in_memory: Sequence[Key], on_disk: Sequence[Candidate]) -> list[Candidate]:
-    """Return everything there is, newest first; of the same snapshot memory comes first, then disk in the order given."""
+def candidates(
+    in_memory: Sequence[Key], on_disk: Sequence[Candidate], inherited: Mapping[Key, bool] = MappingProxyType({})
+) -> list[Candidate]:
+    """Return everything there is, newest first; of the same snapshot memory comes first, then disk in the order given. What was
+    ``inherited`` comes after the disk unless it has all that the disk has (True)."""
+    worth = dict.fromkeys(in_memory, 3.0)
     found = [Candidate(key, MEMORY) for key in in_memory] + list(on_disk)
-    return sorted(found, key=lambda item: (item.key, item.where == MEMORY), reverse=True)
+    found += [Candidate(key, MEMORY, inherited=True) for key in inherited if key not in worth]
+    worth |= {key: 2.0 if exact else 0.5 for key, exact in inherited.items() if key not in worth}
+    return sorted(found, key=lambda it: (it.key, worth[it.key] if it.where == MEMORY else 1.0), reverse=True)
 
 
 class Back(NamedTuple):
@@ -151,7 +159,7 @@ class Agreement:
         chair = self.asks[CHAIR]  # its node alone looks at the disk
         on_disk = [Candidate(key_of(item[:2]), DISK, str(item[2])) for item in chair["disk"]]
         failed = {(generation, step): count for generation, step, count in chair["tries"]}
-        found = self.there = candidates(sorted(self.reachable), on_disk)
+        found = self.there = candidates(sorted(self.reachable), on_disk, inherited(self.asks))
         if self.back is not None:
             found = self.back.reach(found, max([newest, *self.reachable]))
         self.loaded = {}
@@ -168,8 +176,9 @@ class Agreement:
 
     def fetch(self) -> list[tuple[int, Need]]:
         """Return what nodes have to fetch from others to have what was chosen."""
-        in_memory = self.choice is not None and self.choice.where == MEMORY
-        return list(self.reachable[self.choice.key].items()) if self.choice is not None and in_memory else []
+        if self.choice is None or self.choice.where != MEMORY or self.choice.inherited:
+            return []
+        return list(self.reachable[self.choice.key].items())
 
     def misfit(self) -> str:
         """Say that what was chosen does not fit a rank, if so. Damage goes before it: what is damaged may not fit for that."""
