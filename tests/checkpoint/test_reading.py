@@ -614,7 +614,9 @@ class Slots:
             )
 
     def open(self, rank: int, known: Callable[[int], mmap.mmap | None] = lambda fd: None) -> Opened:
-        message = {**self.message, "values": self.values[rank], "digests": self.digests[rank]}
+        mine = {"digests": self.digests[rank]}
+        peers = [{**peer, **(mine if peer["rank"] == rank else {})} for peer in self.message["peers"]]
+        message = {**self.message, "values": self.values[rank], "peers": peers}
         return open_memory(message, [os.dup(fd) for fd in self.fds], rank, WORLD, known)
 
 
