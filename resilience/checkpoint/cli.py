@@ -15,10 +15,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from resilience.checkpoint import digest, hire, shards, storage, stores
-from resilience.checkpoint.manifest import File
-from resilience.checkpoint.storage import in_words
+from resilience.checkpoint import digest, hire, shards, stores
+from resilience.checkpoint.manifest import File, in_words
 from resilience.checkpoint.stores import Kept, Storage
+from resilience.checkpoint.stores.claims import patiently
 from resilience.errors import CheckpointError
 
 _NOBODY_READS = 128 + signal.SIGPIPE  # what a shell says of a program that SIGPIPE ended
@@ -253,7 +253,7 @@ def prune(args: argparse.Namespace) -> int:
     if args.keep < 1:
         raise CheckpointError(f"--keep={args.keep}: at least one stays.")
     directory = stores.opened(args.directory)
-    storage.patiently(lambda: directory.claim("resilience checkpoint prune"), hire.DEADLINE_S)
+    patiently(lambda: directory.claim("resilience checkpoint prune"), hire.DEADLINE_S)
     try:
         for gone in directory.prune(args.keep, args.keep_every):
             _say(f"{gone.path.name} is removed.")

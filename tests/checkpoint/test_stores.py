@@ -23,8 +23,8 @@ from resilience.checkpoint.flash import FlashCheckpoint
 from resilience.checkpoint.manifest import File, Manifest
 from resilience.checkpoint.receipt import Level
 from resilience.checkpoint.saver import restores
-from resilience.checkpoint.storage import Directory, DirectoryInUse
 from resilience.checkpoint.stores import Url, lease
+from resilience.checkpoint.stores.claims import DirectoryInUse
 from resilience.checkpoint.stores.client import (
     Client,
     Patience,
@@ -34,6 +34,7 @@ from resilience.checkpoint.stores.client import (
     may_pass,
     refused,
 )
+from resilience.checkpoint.stores.local import Directory
 from resilience.checkpoint.stores.objects import Bucket
 from resilience.checkpoint.stores.upload import Contents, upload
 from resilience.checkpoint.writing import PIECE, Stopwatch

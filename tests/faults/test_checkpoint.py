@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from resilience.checkpoint.storage import Directory
+from resilience.checkpoint.stores.local import Directory
 from tests.jobs import WORKLOADS, Job, alive, children, command_line, job, wait_for
 
 pytestmark = pytest.mark.spawns

@@ -31,7 +31,8 @@ from resilience.checkpoint import attendant, flash, hire
 from resilience.checkpoint.reading import open_disk
 from resilience.checkpoint.receipt import Level, Receipt
 from resilience.checkpoint.saver import restores
-from resilience.checkpoint.storage import Directory, DirectoryInUse
+from resilience.checkpoint.stores.claims import DirectoryInUse
+from resilience.checkpoint.stores.local import Directory
 from resilience.errors import CheckpointError, SaveError
 from tests.checkpoint.conftest import saver_home, savers
 from tests.jobs import WORKLOADS, Job, command_line, job, stopped, wait_for
@@ -579,7 +580,7 @@ _SECOND = """
 import sys, resilience
 try:
     resilience.FlashCheckpoint(sys.argv[1])
-except resilience.checkpoint.storage.DirectoryInUse as error:
+except resilience.checkpoint.stores.claims.DirectoryInUse as error:
     print(error)
 """
 

@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 
 from resilience.checkpoint import cli
 from resilience.checkpoint.reading import open_disk
-from resilience.checkpoint.storage import read_manifest
+from resilience.checkpoint.stores.local import read_manifest
 from tests.jobs import WORKLOADS, job
 
 pytestmark = pytest.mark.spawns

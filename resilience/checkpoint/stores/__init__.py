@@ -1,4 +1,4 @@
-"""Where checkpoints are kept: a directory of a file system (:mod:`storage`), or a URL that fsspec knows (:mod:`objects`).
+"""Where checkpoints are kept: a directory of a file system (:mod:`local`), or a URL that fsspec knows (:mod:`objects`).
 
 Both have the same folders and files, see ``docs/checkpoint-format.md``: what is copied from one to the other is a checkpoint there.
 
@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Protocol
 from urllib.parse import unquote, urlsplit
 
-from resilience.checkpoint import storage
 from resilience.checkpoint.manifest import File, Manifest
+from resilience.checkpoint.stores import local
 from resilience.checkpoint.writing import Stopwatch
 from resilience.errors import ConfigError
 
@@ -121,7 +121,7 @@ class Storage(Protocol):
         progress: Callable[[int], None] = lambda nbytes: None,
         clock: Stopwatch | None = None,
     ) -> File:
-        """Write a file into a folder, see :func:`storage.write_file`."""
+        """Write a file into a folder, see :func:`writing.write_file`."""
 
     def settle(self, folder: str) -> None:
         """Have what was written into a folder last."""
@@ -173,7 +173,7 @@ def where(place: str | os.PathLike[str]) -> Where:
 def opened(place: Where) -> Storage:
     """Return the storage at a place. Nothing is asked of it yet."""
     if isinstance(place, Path):
-        return storage.Directory(place)
+        return local.Directory(place)
     from resilience.checkpoint.stores.objects import Bucket  # noqa: PLC0415 - fsspec, only for those who want it
 
     return Bucket(place)
@@ -182,7 +182,7 @@ def opened(place: Where) -> Storage:
 def read_manifest(folder: Where) -> Manifest:
     """Read a checkpoint's manifest and look whether every file is there, in full. Raises ``ManifestError`` or ``OSError``."""
     if isinstance(folder, Path):
-        return storage.read_manifest(folder)
+        return local.read_manifest(folder)
     from resilience.checkpoint.stores import objects  # noqa: PLC0415
 
     return objects.read_manifest(folder)
