@@ -69,6 +69,7 @@ def test_paths_are_directories_and_urls_are_object_stores() -> None:
     assert stores.where("a") == Path.cwd() / "a"
     assert stores.where("s3://bucket/run/") == Url("s3://bucket/run")
     assert stores.where("odd::name") == Path.cwd() / "odd::name"
+    assert stores.where("./s3:/bucket/run") == Path.cwd() / "s3:/bucket/run"
     assert isinstance(stores.opened(Path("/a")), Directory)
     assert isinstance(stores.opened(Url("s3://bucket/run")), Bucket)
     assert str(Url("s3://bucket/run") / "x") == "s3://bucket/run/x"
@@ -77,7 +78,9 @@ def test_paths_are_directories_and_urls_are_object_stores() -> None:
 @pytest.mark.parametrize(
     ("place", "said"),
     [
-        (Path("s3://bucket/run"), "loses a slash"),
+        (Path("s3://bucket/run"), 'loses a slash in a Path. Give it as a text, "s3://bucket/run"'),
+        ("s3:/bucket/run", r"s3://bucket/run was probably meant. A directory of that name is \./s3:/bucket/run"),
+        ("file:/a/b", "file:///a/b was probably meant"),
         ("file://a/b", "file:///a/b"),
         ("filecache::s3://bucket/run", "a cache or an archive between"),
         ("sftp://me:hunter2@host/run", "a password in a URL ends in logs"),

@@ -151,8 +151,12 @@ class Storage(Protocol):
 def where(place: str | os.PathLike[str]) -> Where:
     """Return the place that a user names. Raises :class:`ConfigError` for what can't be meant."""
     text = place if isinstance(place, str) else os.fspath(place)
-    if not isinstance(place, str) and _COLLAPSED.match(text):
-        raise ConfigError(f"{text}: a URL loses a slash in a Path. Give it as a text.")
+    if _COLLAPSED.match(text):
+        scheme, _, rest = text.partition(":/")
+        meant = f"file:///{rest}" if scheme == "file" else f"{scheme}://{rest}"
+        if isinstance(place, str):
+            raise ConfigError(f"{text}: {meant} was probably meant. A directory of that name is ./{text}.")
+        raise ConfigError(f'{text}: a URL loses a slash in a Path. Give it as a text, "{meant}".')
     if _CHAINED.match(text):
         raise ConfigError(f"{text}: URLs with '::' have a cache or an archive between; give that of the place itself.")
     if not _URL.match(text):
