@@ -251,7 +251,7 @@ class FlashCheckpoint:
         what is ``replicated``; with ``allow_other_world`` the rest goes to the ranks that were there. All ranks call it.
         """
         wish = Wish(strict, alone=weights_only, any_world=allow_other_world)
-        parts = [part for part in self._parts if not weights_only or hasattr(part, "module")]
+        parts = [part for part in self._parts if part.weights or not weights_only]
 
         def load(opened: Opened) -> None:
             load_parts(parts, opened, self._place, wish, self._together)
@@ -278,7 +278,7 @@ class FlashCheckpoint:
         found = self._agree(None, load, back=back)
         assert found is not None
         for part in self._parts:
-            if hasattr(part, "optimizer"):
+            if part.optimizer is not None:
                 part.optimizer.zero_grad()
         return found + 1
 
