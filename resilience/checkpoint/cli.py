@@ -37,6 +37,15 @@ def main(argv: list[str]) -> int:
 
 
 def _run(argv: list[str]) -> int:
+    args = _parser().parse_args(argv)
+    if isinstance(args.directory, Path) and not args.directory.is_dir() and args.act is not take_over:
+        raise CheckpointError(f"{args.directory} is no directory.")
+    code: int = args.act(args)
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line; ``act`` is what each command does."""
     parser = argparse.ArgumentParser(prog="resilience checkpoint", description="Look after checkpoints.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="list|show|verify|export|import|prune")
 
@@ -82,11 +91,7 @@ def _run(argv: list[str]) -> int:
     made = command("prune", "remove all but the newest checkpoints", prune)
     made.add_argument("--keep", type=int, required=True, help="how many stay")
     made.add_argument("--keep-every", type=int, default=0, help="steps that stay for good: every so many")
-    args = parser.parse_args(argv)
-    if isinstance(args.directory, Path) and not args.directory.is_dir() and args.act is not take_over:
-        raise CheckpointError(f"{args.directory} is no directory.")
-    code: int = args.act(args)
-    return code
+    return parser
 
 
 def _place(text: str) -> stores.Where:
