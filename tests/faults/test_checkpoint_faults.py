@@ -585,8 +585,15 @@ except resilience.checkpoint.stores.claims.DirectoryInUse as error:
 """
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("through", ["its name", "a link"])
+@pytest.mark.parametrize(
+    ("rank", "through"),
+    [
+        (0, "its name"),
+        (1, "a link"),
+        pytest.param(1, "its name", marks=pytest.mark.long),
+        pytest.param(0, "a link", marks=pytest.mark.long),
+    ],
+)
 def test_second_job_is_refused_in_words_and_does_not_disturb_the_first(
     home: Path, saver_home: Path, tmp_path: Path, through: str, rank: int
 ) -> None:
