@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.metadata
 import os
 import resource
@@ -58,6 +59,7 @@ MAY_IMPORT = {
 }
 
 
+@functools.cache
 def modules() -> dict[str, Path]:
     """Return every module of the package, by its dotted name."""
     found = {}
@@ -67,9 +69,14 @@ def modules() -> dict[str, Path]:
     return found
 
 
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
 def imports(path: Path, top_level_only: bool = False) -> Iterator[str]:
     """Yield the dotted name of everything a file imports (of ``from a import b`` both ``a`` and ``a.b``)."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    tree = tree_of(path)
     nodes = list(tree.body) if top_level_only else list(ast.walk(tree))
     for node in nodes:
         if isinstance(node, ast.Import):
@@ -197,7 +204,7 @@ def test_rank_imports_nothing_installed_but_what_it_asks_for_itself() -> None:
 def test_only_config_touches_the_environment(module: str) -> None:
     if module == "resilience.config":
         return
-    for node in ast.walk(ast.parse(modules()[module].read_text(encoding="utf-8"))):
+    for node in ast.walk(tree_of(modules()[module])):
         names = {getattr(node, "attr", ""), getattr(node, "id", "")} | {
             alias.name for alias in getattr(node, "names", []) if isinstance(alias, ast.alias)
         }
@@ -206,7 +213,7 @@ def test_only_config_touches_the_environment(module: str) -> None:
 
 @pytest.mark.parametrize("module", sorted(modules()))
 def test_nothing_is_unpickled_or_evaluated(module: str) -> None:
-    tree = ast.parse(modules()[module].read_text(encoding="utf-8"))
+    tree = tree_of(modules()[module])
     forbidden = {"pickle", "cPickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "yaml.load", "torch.load"}
     if module == "resilience._worker.__main__":
         forbidden.remove("marshal")  # a script may be a .pyc: the user's own code, which is run anyway
@@ -232,7 +239,7 @@ def test_nothing_is_unpickled_or_evaluated(module: str) -> None:
 @pytest.mark.parametrize("module", sorted(modules()))
 def test_every_module_says_what_it_is_for_and_is_not_too_long(module: str) -> None:
     text = modules()[module].read_text(encoding="utf-8")
-    assert ast.get_docstring(ast.parse(text)), "no docstring"
+    assert ast.get_docstring(tree_of(modules()[module])), "no docstring"
     assert len(text.splitlines()) <= 400, "a file over 400 lines wants a reason"
 
 
