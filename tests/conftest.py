@@ -66,8 +66,9 @@ def session_mark() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def nothing_left_behind(request: pytest.FixtureRequest, session_mark: None) -> Iterator[None]:
     """Fail a test that leaves a process behind, and end that process; or the folder of a job."""
-    look = descendants if request.node.get_closest_marker("spawns") else children
-    before, homes = set(look()), jobs.homes()
+    spawns = request.node.get_closest_marker("spawns") is not None
+    look = descendants if spawns else children
+    before, homes = set(look()), jobs.homes() if spawns else set()
     yield
     deadline = time.monotonic() + _GRACE_S
     while (left := {pid: what for pid, what in look().items() if pid not in before}) and time.monotonic() < deadline:
@@ -76,4 +77,5 @@ def nothing_left_behind(request: pytest.FixtureRequest, session_mark: None) -> I
         with contextlib.suppress(OSError):
             os.kill(pid, signal.SIGKILL)
     assert not left, f"processes were left behind: {left}"
-    assert jobs.homes() <= homes, f"folders of jobs were left behind: {jobs.homes() - homes}"
+    if spawns:
+        assert jobs.homes() <= homes, f"folders of jobs were left behind: {jobs.homes() - homes}"

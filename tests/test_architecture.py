@@ -9,7 +9,6 @@ import os
 import resource
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -74,17 +73,18 @@ def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
-def imports(path: Path, top_level_only: bool = False) -> Iterator[str]:
-    """Yield the dotted name of everything a file imports (of ``from a import b`` both ``a`` and ``a.b``)."""
+@functools.cache
+def imports(path: Path, top_level_only: bool = False) -> tuple[str, ...]:
+    """Return the dotted name of everything a file imports (of ``from a import b`` both ``a`` and ``a.b``)."""
     tree = tree_of(path)
-    nodes = list(tree.body) if top_level_only else list(ast.walk(tree))
-    for node in nodes:
+    found: list[str] = []
+    for node in tree.body if top_level_only else ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative imports hide the room"
-            yield str(node.module)
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            found += [str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)]
+    return tuple(found)
 
 
 def room_of(module: str) -> str:
