@@ -78,9 +78,18 @@ def test_the_example_of_fsdp2_ends_the_same_under_every_launcher_and_with_a_kill
         assert undisturbed in it.log()
 
 
-def test_the_elastic_example_sees_every_sample_of_an_epoch_once_whoever_is_there(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "runs",
+    [
+        pytest.param([(2, 16), (1, 48)], id="2-1"),
+        pytest.param([(2, 16), (3, 34), (1, 48)], id="2-3-1", marks=pytest.mark.long),
+    ],
+)
+def test_the_elastic_example_sees_every_sample_of_an_epoch_once_whoever_is_there(
+    tmp_path: Path, runs: list[tuple[int, int]]
+) -> None:
     script, seen, at = str(ROOT / "examples" / "elastic.py"), list[int](), 0
-    for ranks, until in ((2, 16), (3, 34), (1, 48)):
+    for ranks, until in runs:
         with job(
             tmp_path / str(ranks), [f"--nproc-per-node={ranks}"], [script, str(tmp_path / "ck"), str(until)]
         ) as it:
