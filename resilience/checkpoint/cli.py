@@ -15,10 +15,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from resilience.checkpoint import digest, hire, shards, storage, stores
-from resilience.checkpoint.manifest import File
-from resilience.checkpoint.storage import in_words
+from resilience.checkpoint import digest, hire, shards, stores
+from resilience.checkpoint.manifest import File, in_words
 from resilience.checkpoint.stores import Kept, Storage
+from resilience.checkpoint.stores.claims import patiently
 from resilience.errors import CheckpointError
 
 _NOBODY_READS = 128 + signal.SIGPIPE  # what a shell says of a program that SIGPIPE ended
@@ -37,6 +37,15 @@ def main(argv: list[str]) -> int:
 
 
 def _run(argv: list[str]) -> int:
+    args = _parser().parse_args(argv)
+    if isinstance(args.directory, Path) and not args.directory.is_dir() and args.act is not take_over:
+        raise CheckpointError(f"{args.directory} is no directory.")
+    code: int = args.act(args)
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line; ``act`` is what each command does."""
     parser = argparse.ArgumentParser(prog="resilience checkpoint", description="Look after checkpoints.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="list|show|verify|export|import|prune")
 
@@ -82,11 +91,7 @@ def _run(argv: list[str]) -> int:
     made = command("prune", "remove all but the newest checkpoints", prune)
     made.add_argument("--keep", type=int, required=True, help="how many stay")
     made.add_argument("--keep-every", type=int, default=0, help="steps that stay for good: every so many")
-    args = parser.parse_args(argv)
-    if isinstance(args.directory, Path) and not args.directory.is_dir() and args.act is not take_over:
-        raise CheckpointError(f"{args.directory} is no directory.")
-    code: int = args.act(args)
-    return code
+    return parser
 
 
 def _place(text: str) -> stores.Where:
@@ -253,7 +258,7 @@ def prune(args: argparse.Namespace) -> int:
     if args.keep < 1:
         raise CheckpointError(f"--keep={args.keep}: at least one stays.")
     directory = stores.opened(args.directory)
-    storage.patiently(lambda: directory.claim("resilience checkpoint prune"), hire.DEADLINE_S)
+    patiently(lambda: directory.claim("resilience checkpoint prune"), hire.DEADLINE_S)
     try:
         for gone in directory.prune(args.keep, args.keep_every):
             _say(f"{gone.path.name} is removed.")

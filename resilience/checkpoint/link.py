@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from resilience import config
-from resilience.checkpoint import hire, storage
+from resilience.checkpoint import hire
 from resilience.checkpoint.arena import Slot
 from resilience.checkpoint.ledger import Ledger
+from resilience.checkpoint.stores.claims import DirectoryInUse, patiently
 from resilience.errors import CheckpointError, LinkError
 from resilience.pulse import attach, channel
 
@@ -71,7 +72,7 @@ class Link:
         with self._turn:
             self._slots = slots
             moving = 0.0 if self._place.alone else _MOVING_S
-            return storage.patiently(lambda: self._come_twice(slots), hire.DEADLINE_S, moving)
+            return patiently(lambda: self._come_twice(slots), hire.DEADLINE_S, moving)
 
     def _come_twice(self, slots: int) -> tuple[Ledger, list[Slot]] | None:
         try:
@@ -205,4 +206,4 @@ def forget_lines() -> None:
 def _refused(answer: dict[str, Any]) -> NoReturn:
     if answer.get("leaving") is None:
         raise CheckpointError(str(answer["error"]))
-    raise storage.DirectoryInUse(str(answer["error"]), leaving=bool(answer["leaving"]))
+    raise DirectoryInUse(str(answer["error"]), leaving=bool(answer["leaving"]))

@@ -68,6 +68,7 @@ class Optimizer:
 
     any_world = True
     together = False
+    weights = False
 
     def __init__(self, name: str, optimizer: torch.optim.Optimizer, names: Names) -> None:
         self.name = name

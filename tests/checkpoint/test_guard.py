@@ -16,7 +16,7 @@ from torch import nn
 import resilience
 from resilience.checkpoint.flash import FlashCheckpoint
 from resilience.checkpoint.guard import Guard, GuardError
-from resilience.checkpoint.storage import Directory
+from resilience.checkpoint.stores.local import Directory
 from resilience.errors import CheckpointError, ConfigError
 
 END = 30

@@ -12,7 +12,7 @@ import torch
 from resilience.checkpoint.flash import FlashCheckpoint
 from resilience.checkpoint.receipt import Level
 from resilience.checkpoint.saver.restoring import DISK, Back, Candidate, candidates
-from resilience.checkpoint.storage import Directory
+from resilience.checkpoint.stores.local import Directory
 from resilience.errors import CheckpointError, NothingToRestore
 from tests.checkpoint.test_chair import Table, ask
 

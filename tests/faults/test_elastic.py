@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from resilience.checkpoint.storage import Directory
+from resilience.checkpoint.stores.local import Directory
 from tests.faults.test_checkpoint_nodes import end, kill
 from tests.faults.test_replicas import NEVER, OPTIONS, SNAPSHOTS, await_replicated, noted
 from tests.faults.test_store import serving

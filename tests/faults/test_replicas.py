@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from resilience.checkpoint.storage import Directory
+from resilience.checkpoint.stores.local import Directory
 from tests.faults.test_checkpoint import saver_of
 from tests.faults.test_checkpoint_nodes import finals, kill, undisturbed  # noqa: F401 - a fixture
 from tests.faults.test_store import serving

@@ -17,7 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from resilience.checkpoint import digest, manifest, storage
+from resilience.checkpoint import digest, manifest
+from resilience.checkpoint import manifest as storage
 from resilience.checkpoint.arena import Slot
 from resilience.checkpoint.ledger import Seal
 from resilience.checkpoint.manifest import File, Manifest

@@ -17,7 +17,7 @@ from resilience.checkpoint.saver.member import Member
 from resilience.checkpoint.saver.reception import Reception
 from resilience.checkpoint.saver.roll import Cycle
 from resilience.checkpoint.saver.rooms import Rooms
-from resilience.checkpoint.storage import DirectoryInUse
+from resilience.checkpoint.stores.claims import DirectoryInUse
 from resilience.errors import CheckpointError
 from resilience.pulse import channel
 
