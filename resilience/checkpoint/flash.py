@@ -106,7 +106,7 @@ class FlashCheckpoint:
         self._restore_timeout = options.seconds("restore_timeout", restore_timeout)
         self._parts, self._together = parts_of(things, replicated, rng) if things else ([], Together(needed=False))
         self._saves, self._census = Saves(), Census()
-        told = options.for_saver((keep, keep_every), self._every, mean_time_between_failures, place, self._replication)
+        told = options.for_saver((keep, keep_every), self._every, mean_time_between_failures, place, replication)
         self._stay = turns.Stay(self.directory, self)
         self._link = Link(str(self.directory), place, told)
         self._stager, self._turns = self._come(self._replication.slots(slots))
@@ -283,6 +283,7 @@ class FlashCheckpoint:
         self._stay.check()
         with self._turns:
             self._copier.join()
+            self._attendant.ask({"op": "here"})  # if the saver has just died, another one is asked
             return agree(
                 self._link,
                 self._place,

@@ -141,7 +141,8 @@ class Link:
             received = channel.receive(self._sock)
         except OSError as error:
             self._break_off()
-            raise LinkError(f"the saver did not answer within {timeout:g} s ({error})") from error
+            how = f"did not answer within {timeout:g} s" if isinstance(error, TimeoutError) else f"ended ({error})"
+            raise LinkError(f"the saver {how}") from error
         except BaseException:
             self._break_off()
             raise

@@ -5,8 +5,8 @@
 3) (any optimizer, before its step) waits until the thread is through
 
 The hook of 3) misses writes outside ``Optimizer.step``: schedule-free optimizers, weight clipping, ``.data``, replayed CUDA graphs.
-What was written to by those is found by :mod:`watch`, and never sealed. With ``verify`` everything is copied at once, and the thread
-compares it in full.
+What was written to by those is found by :mod:`watch`, and never sealed. With ``verify`` everything is copied at once, and
+the thread compares it in full.
 """
 
 from __future__ import annotations

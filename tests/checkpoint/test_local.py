@@ -24,7 +24,7 @@ import pytest
 from resilience.checkpoint import digest, files, manifest, writing
 from resilience.checkpoint.manifest import Manifest, ManifestError
 from resilience.checkpoint.saver import clerk, restores
-from resilience.checkpoint.saver.seats import Write
+from resilience.checkpoint.saver.writes import Write
 from resilience.checkpoint.stores import local
 from resilience.checkpoint.stores.claims import DirectoryInUse
 from resilience.checkpoint.stores.local import Directory, Stored

@@ -268,6 +268,8 @@ class Book:
             self._written(message["folder"], op, str(message.get("why", "")))
         elif op in ("peers", "send", "replicated", "unsent"):
             self.copies.hear(message)
+        elif op == "aloud":
+            self.complain(str(message["text"]))
         elif op == "when":
             self.council.say(op="at", **self.roll.pace())
         elif op == "arm":

@@ -150,6 +150,8 @@ class Copies:
     def _tell_where(self) -> None:
         """Say through what, to whom and how fast copies go."""
         targets = ", ".join(f"rank {node} ({self._peers[node][0]})" for node in self._targets())
+        if not targets:
+            return
         limit = f"{self._options.bandwidth / 1e9:g} GB/s at most" if self._options.bandwidth else "no limit"
         through = wire.interface_of(self._here) or "an interface"
         _LOG.info(
