@@ -109,7 +109,7 @@ class FlashCheckpoint:
         told = options.for_saver((keep, keep_every), self._every, mean_time_between_failures, place, replication)
         self._stay = turns.Stay(self.directory, self)
         self._link = Link(str(self.directory), place, told)
-        self._stager, self._turns = self._come(self._replication.slots(slots))
+        self._stager, self._turns = self._come(replication.slots(slots))
         optimizers = [part.optimizer for part in self._parts if isinstance(part, Optimizer)]
         self._copier = Copier(mode, verify, optimizers, self._tried)
         raises = on_save_error == "raise"

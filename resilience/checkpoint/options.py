@@ -121,7 +121,7 @@ class Replication:
         return self
 
     def slots(self, given: int | None) -> int:
-        """Return how many slots each rank has."""
+        """Return how many slots each rank has: also while it is alone, for other nodes may come, and what it has is to be found."""
         return given if given is not None else (SLOTS_WITH_REPLICAS if self.replicas else SLOTS)
 
 

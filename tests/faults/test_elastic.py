@@ -64,12 +64,13 @@ def test_node_that_is_left_goes_on_from_its_memory_where_all_of_it_is_there(tmp_
         assert (last.manifest.step, last.manifest.world) == (step + 20, 1)
 
 
-def test_shards_of_a_lost_node_are_found_in_the_copies_that_are_here(tmp_path: Path) -> None:
+@pytest.mark.parametrize("lost", [0, 1])
+def test_shards_of_a_lost_node_are_found_in_the_copies_that_are_here(tmp_path: Path, lost: int) -> None:
     with job(tmp_path, 20, MODE="fsdp2", REPLICAS="1", DISK_EVERY=NEVER) as it:
         for place in range(2):
             it.add(env={"GROUP_RANK": str(place)})
         await_replicated(it)
-        gone = it.nodes.pop(0)
+        gone = it.nodes.pop(lost)
         done = max(step for _, step in noted("replicated-", gone))
         kill(*gone.family())
         end(it)
@@ -100,3 +101,27 @@ def snapshot_memory(node: Job) -> int:
             except OSError:
                 continue
     return len(found)
+
+
+@pytest.mark.parametrize("place", ["0", "1"])
+def test_copies_are_made_as_soon_as_a_second_node_comes(tmp_path: Path, place: str) -> None:
+    with job(tmp_path, 60, REPLICAS="1") as it:
+        it.add(env={"GROUP_RANK": "1" if place == "0" else "0"}).await_steps(0)
+        it.add(env={"GROUP_RANK": place})
+        end(it)
+        assert {rank for rank, _ in noted("replicated-", *it.nodes)} == {0, 1}, it.logs()
+
+
+@pytest.mark.long
+def test_write_that_a_lost_node_was_part_of_does_not_fail_those_that_went_on(tmp_path: Path) -> None:
+    """Not when it is given up either, which is a while later."""
+    with job(tmp_path, 500, DISK_EVERY=NEVER, DT="0.05") as it:
+        for place in range(2):
+            it.add(env={"GROUP_RANK": str(place)})
+        for node in it.nodes:
+            node.await_steps(0, 10)
+        gone = it.nodes.pop(1)
+        kill(*gone.family())
+        end(it)
+        assert "The job has gone on without it." in it.nodes[0].log()
+        assert it.nodes[0].log().count("failed ====") == 1
