@@ -44,7 +44,7 @@ def test_rank_0_that_moves_to_a_new_node_has_the_directory_from_the_old_one(tmp_
         assert (newest.step, newest.world) == (restored(it)[0] + 20, 2)
 
 
-@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize("lost", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_node_that_is_left_goes_on_from_its_memory_where_all_of_it_is_there(tmp_path: Path, lost: int) -> None:
     """What DDP's ranks have in common is whole on every node; nothing was ever on disk."""
     with job(tmp_path, 20, DISK_EVERY=NEVER) as it:
@@ -64,7 +64,7 @@ def test_node_that_is_left_goes_on_from_its_memory_where_all_of_it_is_there(tmp_
         assert (last.manifest.step, last.manifest.world) == (step + 20, 1)
 
 
-@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize("lost", [pytest.param(0, marks=pytest.mark.long), 1])
 def test_shards_of_a_lost_node_are_found_in_the_copies_that_are_here(tmp_path: Path, lost: int) -> None:
     with job(tmp_path, 20, MODE="fsdp2", REPLICAS="1", DISK_EVERY=NEVER) as it:
         for place in range(2):
@@ -79,6 +79,7 @@ def test_shards_of_a_lost_node_are_found_in_the_copies_that_are_here(tmp_path: P
         assert not noted("BAD-", *it.nodes), it.logs()
 
 
+@pytest.mark.long
 def test_memory_of_ranks_that_live_elsewhere_now_is_given_back(tmp_path: Path) -> None:
     with job(tmp_path, 60) as it:
         first = it.add(env={"GROUP_RANK": "1"})
@@ -103,7 +104,7 @@ def snapshot_memory(node: Job) -> int:
     return len(found)
 
 
-@pytest.mark.parametrize("place", ["0", "1"])
+@pytest.mark.parametrize("place", ["0", pytest.param("1", marks=pytest.mark.long)])
 def test_copies_are_made_as_soon_as_a_second_node_comes(tmp_path: Path, place: str) -> None:
     with job(tmp_path, 60, REPLICAS="1") as it:
         it.add(env={"GROUP_RANK": "1" if place == "0" else "0"}).await_steps(0)
