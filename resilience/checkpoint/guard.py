@@ -213,9 +213,11 @@ class Guard:
         self._skipped = 0
         what = f"step {seen.step}, batch {seen.batch} ({culprits})"
         if self._trouble.row > self._max:
-            raise GuardError(self._given_up(what, f"after {self._max} rollbacks in a row"))
+            raise GuardError(self._given_up(what, self._too_often()))
         deeper = self._trouble.again - (self._data == "keep")
-        before = self._trouble.back_at if deeper > 0 else (seen.step if self._lagged else None)
+        # Nobody went back yet where nothing was saved: then there is nothing deeper either.
+        further = deeper > 0 and self._trouble.back_at >= 0
+        before = self._trouble.back_at if further else (seen.step if self._lagged else None)
         self._loaded = None
         try:
             start = self._checkpoint.rollback(before=before)
@@ -252,12 +254,18 @@ class Guard:
     def _note(self, story: str) -> None:
         self._stories = [*self._stories, story][-_STORIES:]
 
+    def _too_often(self) -> str:
+        if self._trouble.back_at < 0:
+            return f"after {self._max} updates were left out, and before anything was saved"
+        return f"after {self._max} rollbacks in a row"
+
     def _given_up(self, what: str, why: str) -> str:
         before = "; ".join(self._stories) or "nothing"
+        known_good = self._trouble.back_at >= 0 and not self._lagged  # judged later, a bad step may have been saved
+        saved = "What is saved is the last good step. " if known_good else ""
         return (
-            f"training is bad at {what}, {why} (rank {self._place.rank} on {socket.gethostname()}). Before it: {before}. "
-            "What is saved is the last good step. Look at these batches and at the learning rate; Guard(spike=…) sets what counts "
-            "as a spike."
+            f"training is bad at {what}, {why} (rank {self._place.rank} on {socket.gethostname()}). Before it: {before}. {saved}"
+            "Look at these batches and at the learning rate; Guard(spike=…) sets what counts as a spike."
         )
 
     def _tell(self, text: str, *words: object, loud: bool = False) -> None:

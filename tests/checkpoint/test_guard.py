@@ -192,6 +192,27 @@ def test_bad_step_before_anything_is_saved_is_only_left_out(home: Path, caplog: 
     assert "its update is left out" in caplog.text
 
 
+def test_several_bad_steps_before_anything_is_saved_are_only_left_out(home: Path) -> None:
+    training = Training(Loader({0: math.nan, 1: math.nan, 2: math.inf}), nn.Linear(4, 1))
+    guarded(home, training)
+    assert training.steps == list(range(END))
+    assert training.loader.number == END + 3
+    assert all(bool(parameter.isfinite().all()) for parameter in training.model.parameters())
+
+
+@pytest.mark.parametrize("most", [1, 3])
+def test_training_that_is_bad_from_the_start_ends_with_an_error_that_says_so(home: Path, most: int) -> None:
+    training = Training(Loader(dict.fromkeys(range(100), math.nan)), nn.Linear(4, 1))
+    with pytest.raises(GuardError) as caught:
+        guarded(home, training, max_rollbacks=most)
+    assert training.steps == []
+    assert f"step 0, batch {most} (rank 0: loss nan, grad_norm nan), after {most} updates were left out" in str(
+        caught.value
+    )
+    assert str(caught.value).count("nothing is saved yet") == most
+    assert "What is saved" not in str(caught.value)
+
+
 def test_training_that_stays_bad_ends_with_an_error_that_names_everything(home: Path) -> None:
     training = Training(Loader(dict.fromkeys(range(13, 100), math.nan)))
     with pytest.raises(GuardError) as caught:
@@ -201,6 +222,7 @@ def test_training_that_stays_bad_ends_with_an_error_that_names_everything(home: 
     assert "step 13, batch 13 (rank 0: loss nan, grad_norm nan): back to step 12" in text
     assert ": back to step 11" in text
     assert ": back to step 10" in text
+    assert "What is saved is the last good step." in text
     again = Training(Loader())
     with FlashCheckpoint(home, disk_every=None, slots=4, **again.things()) as checkpoint:
         assert checkpoint.restore() == 11, "what is saved is good"
