@@ -27,7 +27,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsFloat
 
 import torch
 import torch.distributed as dist
@@ -297,13 +297,33 @@ def _reader(figures: tuple[Any, Any], lagged: bool) -> Callable[[], dict[str, fl
     given: dict[str, Any] = {name: value for name, value in zip(_FIGURES, figures, strict=True) if value is not None}
     if not given:
         raise ConfigError("guard.bad() was given nothing to judge: guard.bad(loss), guard.bad(loss, grad_norm).")
+    for name, value in given.items():
+        if isinstance(value, torch.Tensor) and (value.numel() != 1 or value.is_complex()):
+            raise _no_figure(name, f"a tensor of shape {list(value.shape)} and {value.dtype}")
     devices = [value.device for value in given.values() if isinstance(value, torch.Tensor) and value.is_cuda]
     if lagged and devices:
         later = cuda.read_later([torch.as_tensor(value) for value in given.values()], devices[0])
         return lambda: dict(zip(given, later(), strict=True))
-    plain = (value.detach() if isinstance(value, torch.Tensor) else value for value in given.values())
-    known = dict(zip(given, map(float, plain), strict=True))
+    known = {name: _number(name, value) for name, value in given.items()}
     return lambda: known
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, torch.Tensor):
+        return float(value.detach())
+    try:
+        if isinstance(value, SupportsFloat):  # a text is none, though float() would read it
+            return float(value)
+    except (TypeError, ValueError, OverflowError) as error:  # an array of several; too large an int
+        raise _no_figure(name, f"a {type(value).__qualname__} ({error})") from error
+    raise _no_figure(name, f"a {type(value).__qualname__}")
+
+
+def _no_figure(name: str, what: str) -> ConfigError:
+    return ConfigError(
+        f"guard.bad({name}=…) was given {what}, which is no single real number. The step was not judged. Give a number, or a "
+        "tensor with one element: loss.mean(), clip_grad_norm_(…)."
+    )
 
 
 def _group_of(group: Any, world: int) -> Any:

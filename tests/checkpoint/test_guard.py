@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -332,6 +333,37 @@ def test_what_can_not_be_meant_is_refused(home: Path, monkeypatch: pytest.Monkey
         next(iter(guard.steps([1.0], 0, 1)))
         with pytest.raises(ConfigError, match="nothing to judge"):
             guard.bad()
+
+
+@pytest.mark.parametrize("lagged", [False, True])
+def test_what_is_no_single_number_is_refused_in_words(home: Path, lagged: bool) -> None:
+    with FlashCheckpoint(home, **Training(Loader()).things()) as checkpoint:
+        guard = Guard(checkpoint, lagged=lagged)
+        checkpoint.restore(allow_fresh_start=True)
+        next(iter(guard.steps([1.0], 0, 1)))
+        wrong: list[tuple[Any, str]] = [
+            (torch.ones(3), r"loss=…\) was given a tensor of shape \[3\] and torch.float32"),
+            (torch.ones(0), r"a tensor of shape \[0\]"),
+            (torch.tensor(1j), "torch.complex64"),
+            ("1.0", "a str, which is no single real number"),
+            (1j, "a complex"),
+            ([1.0], "a list"),
+            (np.ones(3), "a ndarray"),
+            (10**400, "an? int .*too large"),
+        ]
+        for value, match in wrong:
+            with pytest.raises(ConfigError, match=match):
+                guard.bad(value)
+            with pytest.raises(ConfigError, match=r"guard.bad\(grad_norm=…\)"):
+                guard.bad(1.0, value)
+        for value in (
+            1,
+            True,
+            np.float32(1),
+            torch.ones(1, 1),
+            torch.tensor(1, dtype=torch.bfloat16, requires_grad=False),
+        ):
+            assert not guard.bad(value)
 
 
 def test_its_words_are_warnings_where_it_was_seen(home: Path, caplog: pytest.LogCaptureFixture) -> None:
