@@ -83,10 +83,11 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--name",
         dest="names",
-        metavar="THEIRS=OURS",
+        metavar="[THEIRS]=[OURS]",
         action="append",
         default=[],
-        help="what a part of it is called in FlashCheckpoint(…, model=…), where that differs; nothing: it is left out",
+        help="what a part of it is called in FlashCheckpoint(…, model=…), where that differs; THEIRS=: it is left out; "
+        "=OURS: all of it is one part, a bare state_dict() of a model for example",
     )
     made = command("prune", "remove all but the newest checkpoints", prune)
     made.add_argument("--keep", type=int, required=True, help="how many stay")
@@ -248,6 +249,8 @@ def take_over(args: argparse.Namespace) -> int:
     names = dict(pair.partition("=")[::2] for pair in args.names)
     if args.step < 0 or not all("=" in pair for pair in args.names):
         raise CheckpointError("give --step=N with N of 0 or more, and --name THEIRS=OURS. Nothing was written.")
+    if len(names) < len(args.names):
+        raise CheckpointError("--name was given twice for one part. Nothing was written. Give each part one name.")
     foreign.take_over(args.source, args.directory, args.step, names)
     _say(f"{args.source} is step {args.step} of {args.directory} now: restore() goes on from step {args.step + 1}.")
     return 0
