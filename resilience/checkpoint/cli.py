@@ -83,10 +83,11 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--name",
         dest="names",
-        metavar="THEIRS=OURS",
+        metavar="[THEIRS]=[OURS]",
         action="append",
         default=[],
-        help="what a part of it is called in FlashCheckpoint(…, model=…), where that differs; nothing: it is left out",
+        help="what a part of it is called in FlashCheckpoint(…, model=…), where that differs; THEIRS=: it is left out; "
+        "=OURS: all of it is one part, a bare state_dict() of a model for example",
     )
     made = command("prune", "remove all but the newest checkpoints", prune)
     made.add_argument("--keep", type=int, required=True, help="how many stay")
@@ -139,7 +140,7 @@ def show(args: argparse.Namespace) -> int:
     _say(f"step {it.step}, generation {it.generation}, cycle {it.cycle}, {it.world} ranks, {in_words(it.nbytes)}")
     _say(f"facts {json.dumps(it.facts)}")
     for file in it.shards:
-        for piece in shards.parse_header(_head(args, item, file), file.nbytes - file.head):
+        for piece in _pieces(stores.opened(args.directory), item, file):
             part = "" if piece.is_whole else f" {list(piece.shape)} from {list(piece.offsets)} on"
             _say(f"  rank {file.rank}  {piece.name}  {piece.dtype} {list(piece.whole)}{part}")
 
@@ -180,8 +181,15 @@ def _shortened(value: Any, most: int = 8) -> Any:
     return value
 
 
-def _head(args: argparse.Namespace, item: Kept, file: File) -> bytes:
-    return stores.opened(args.directory).read(item.path.name, file.name, 0, file.head)
+def _pieces(directory: Storage, item: Kept, file: File) -> list[shards.Piece]:
+    """Return which tensors are in a file, by its header, which is checked."""
+    head = directory.read(item.path.name, file.name, 0, file.head)
+    if file.head and digest.digest(head) != file.digests[0]:
+        raise CheckpointError(f"{item.path / file.name}: the digest of its header is wrong.")
+    try:
+        return shards.parse_header(head, file.nbytes - file.head)
+    except shards.ShardError as error:
+        raise CheckpointError(f"{item.path / file.name}: {error}.") from error
 
 
 def verify(args: argparse.Namespace) -> int:
@@ -248,6 +256,8 @@ def take_over(args: argparse.Namespace) -> int:
     names = dict(pair.partition("=")[::2] for pair in args.names)
     if args.step < 0 or not all("=" in pair for pair in args.names):
         raise CheckpointError("give --step=N with N of 0 or more, and --name THEIRS=OURS. Nothing was written.")
+    if len(names) < len(args.names):
+        raise CheckpointError("--name was given twice for one part. Nothing was written. Give each part one name.")
     foreign.take_over(args.source, args.directory, args.step, names)
     _say(f"{args.source} is step {args.step} of {args.directory} now: restore() goes on from step {args.step + 1}.")
     return 0
@@ -256,7 +266,11 @@ def take_over(args: argparse.Namespace) -> int:
 def prune(args: argparse.Namespace) -> int:
     """Remove all but the newest checkpoints."""
     if args.keep < 1:
-        raise CheckpointError(f"--keep={args.keep}: at least one stays.")
+        raise CheckpointError(f"--keep={args.keep}: at least one stays. Nothing was removed.")
+    if args.keep_every < 0:
+        raise CheckpointError(
+            f"--keep-every={args.keep_every}: give a number of steps, or 0 for none that stay for good. Nothing was removed."
+        )
     directory = stores.opened(args.directory)
     patiently(lambda: directory.claim("resilience checkpoint prune"), hire.DEADLINE_S)
     try:

@@ -27,7 +27,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsFloat
 
 import torch
 import torch.distributed as dist
@@ -213,9 +213,11 @@ class Guard:
         self._skipped = 0
         what = f"step {seen.step}, batch {seen.batch} ({culprits})"
         if self._trouble.row > self._max:
-            raise GuardError(self._given_up(what, f"after {self._max} rollbacks in a row"))
+            raise GuardError(self._given_up(what, self._too_often()))
         deeper = self._trouble.again - (self._data == "keep")
-        before = self._trouble.back_at if deeper > 0 else (seen.step if self._lagged else None)
+        # Nobody went back yet where nothing was saved: then there is nothing deeper either.
+        further = deeper > 0 and self._trouble.back_at >= 0
+        before = self._trouble.back_at if further else (seen.step if self._lagged else None)
         self._loaded = None
         try:
             start = self._checkpoint.rollback(before=before)
@@ -252,12 +254,18 @@ class Guard:
     def _note(self, story: str) -> None:
         self._stories = [*self._stories, story][-_STORIES:]
 
+    def _too_often(self) -> str:
+        if self._trouble.back_at < 0:
+            return f"after {self._max} updates were left out, and before anything was saved"
+        return f"after {self._max} rollbacks in a row"
+
     def _given_up(self, what: str, why: str) -> str:
         before = "; ".join(self._stories) or "nothing"
+        known_good = self._trouble.back_at >= 0 and not self._lagged  # judged later, a bad step may have been saved
+        saved = "What is saved is the last good step. " if known_good else ""
         return (
-            f"training is bad at {what}, {why} (rank {self._place.rank} on {socket.gethostname()}). Before it: {before}. "
-            "What is saved is the last good step. Look at these batches and at the learning rate; Guard(spike=…) sets what counts "
-            "as a spike."
+            f"training is bad at {what}, {why} (rank {self._place.rank} on {socket.gethostname()}). Before it: {before}. {saved}"
+            "Look at these batches and at the learning rate; Guard(spike=…) sets what counts as a spike."
         )
 
     def _tell(self, text: str, *words: object, loud: bool = False) -> None:
@@ -289,13 +297,33 @@ def _reader(figures: tuple[Any, Any], lagged: bool) -> Callable[[], dict[str, fl
     given: dict[str, Any] = {name: value for name, value in zip(_FIGURES, figures, strict=True) if value is not None}
     if not given:
         raise ConfigError("guard.bad() was given nothing to judge: guard.bad(loss), guard.bad(loss, grad_norm).")
+    for name, value in given.items():
+        if isinstance(value, torch.Tensor) and (value.numel() != 1 or value.is_complex()):
+            raise _no_figure(name, f"a tensor of shape {list(value.shape)} and {value.dtype}")
     devices = [value.device for value in given.values() if isinstance(value, torch.Tensor) and value.is_cuda]
     if lagged and devices:
         later = cuda.read_later([torch.as_tensor(value) for value in given.values()], devices[0])
         return lambda: dict(zip(given, later(), strict=True))
-    plain = (value.detach() if isinstance(value, torch.Tensor) else value for value in given.values())
-    known = dict(zip(given, map(float, plain), strict=True))
+    known = {name: _number(name, value) for name, value in given.items()}
     return lambda: known
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, torch.Tensor):
+        return float(value.detach())
+    try:
+        if isinstance(value, SupportsFloat):  # a text is none, though float() would read it
+            return float(value)
+    except (TypeError, ValueError, OverflowError) as error:  # an array of several; too large an int
+        raise _no_figure(name, f"a {type(value).__qualname__} ({error})") from error
+    raise _no_figure(name, f"a {type(value).__qualname__}")
+
+
+def _no_figure(name: str, what: str) -> ConfigError:
+    return ConfigError(
+        f"guard.bad({name}=…) was given {what}, which is no single real number. The step was not judged. Give a number, or a "
+        "tensor with one element: loss.mean(), clip_grad_norm_(…)."
+    )
 
 
 def _group_of(group: Any, world: int) -> Any:

@@ -109,7 +109,7 @@ class Optimizer:
 
     def check(self, tree: Any, source: Source, strict: bool) -> list[str]:
         """See :class:`state.Part`. Without ``strict``: what will be left as it is."""
-        if not isinstance(tree, dict) or not {"state", "param_groups"} <= tree.keys():
+        if not is_state(tree):
             return [f"{self.name}: what was saved is no optimizer's state"]
         mine, saved, kind = set(self.order()), _names_in(tree), tree.get(KIND, kind_of(self.optimizer))
         said = []
@@ -201,6 +201,19 @@ KIND = "kind"
 def kind_of(optimizer: torch.optim.Optimizer) -> str:
     """Return which optimizer it is."""
     return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+
+
+def is_state(tree: Any) -> TypeGuard[dict[str, Any]]:
+    """Whether it has the form of an optimizer's state: entries by parameter, and groups of parameters with their settings."""
+    if not isinstance(tree, dict) or not isinstance(tree.get("state"), dict):
+        return False
+    groups = tree.get("param_groups")
+    if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
+        return False
+    params = [group.get("params") for group in groups]
+    return all(
+        isinstance(names, (list, tuple)) and all(isinstance(name, (str, int)) for name in names) for names in params
+    )
 
 
 def _names_in(tree: Any) -> set[str]:
