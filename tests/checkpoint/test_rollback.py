@@ -75,7 +75,7 @@ def test_nodes_that_want_to_go_back_differently_are_refused() -> None:
         table.say(
             node, op="ask", step=None, back=back, fresh=False, timeout=60, memory=[], disk=[], tries=[], left_out=[]
         )
-    assert "different steps" in table.take(2, "refused")[0]["why"]
+    assert "nodes ask for different steps: 1 steps back; the newest" in table.take(2, "refused")[0]["why"]
 
 
 @pytest.fixture

@@ -99,7 +99,7 @@ class Chair:
             self._tell_all(op="when")
         if self._agreement.asks and now > self._agreement.deadline:
             late = ", ".join(map(str, self._agreement.late(self._seats)))
-            self._refuse(f"the ranks of the node with rank {late} did not come to restore() in time")
+            self._refuse(f"the ranks of the node with rank {late} did not come to restore() or rollback() in time")
 
     def missing(self) -> int:
         """Return how many ranks are yet to join."""
@@ -348,7 +348,7 @@ class Chair:
     def _choose(self) -> None:
         agreement = self._agreement
         if agreement.differ():
-            self._refuse(f"ranks ask for different steps: {agreement.differ()}")
+            self._refuse(f"nodes ask for different steps: {'; '.join(agreement.differ())}")
             return
         aside = agreement.choose(self._floor)
         if agreement.choice is not None:

@@ -13,7 +13,7 @@ from resilience.checkpoint.saver import clerk, copies
 from resilience.checkpoint.saver.book import Book
 from resilience.checkpoint.saver.chair import Message
 from resilience.checkpoint.saver.heritage import estate_of, estates
-from resilience.checkpoint.saver.restoring import DISK, MEMORY, Round
+from resilience.checkpoint.saver.restoring import DISK, MEMORY, Round, in_words
 from resilience.checkpoint.stores import Kept
 from resilience.errors import CheckpointError
 
@@ -61,7 +61,8 @@ class Reception:
     def _ask_chair(self, book: Book, meeting: Meeting, timeout: float) -> None:
         wanted = set(meeting.round.asked.values())
         if len(wanted) > 1:
-            self._call_off(book, f"ranks ask for different steps: {meeting.round.asked}")
+            asked = [f"rank {rank}: {in_words(wish)}" for rank, wish in sorted(meeting.round.asked.items())]
+            self._call_off(book, f"ranks ask for different steps: {'; '.join(asked)}. All ranks go on from one")
             return
         (wish,) = wanted
         back = wish if isinstance(wish, tuple) else None
@@ -121,7 +122,7 @@ class Reception:
         for book, meeting in list(self._meetings.values()):
             if time.monotonic() > meeting.deadline:
                 missing = ", ".join(map(str, meeting.round.missing()))
-                self._call_off(book, f"rank {missing or 'unknown'} did not come to restore() in time")
+                self._call_off(book, f"rank {missing or 'unknown'} did not come to restore() or rollback() in time")
 
     def _call_off(self, book: Book, why: str) -> None:
         self._end(book, {"error": why})

@@ -59,6 +59,14 @@ class Back(NamedTuple):
         return [item for item in found if item.key <= newest and item.key[1] <= most]
 
 
+def in_words(wish: int | tuple[int, int | None] | None) -> str:
+    """Say what a rank asked for: the newest (``None``), a step, or how far back to go."""
+    if wish is None or isinstance(wish, int):
+        return "the newest" if wish is None else f"step {wish}"
+    steps, before = wish
+    return f"{steps} steps back" + (f" and before step {before}" if before is not None else "")
+
+
 def pick(
     found: Sequence[Candidate],
     *,
@@ -142,7 +150,7 @@ class Agreement:
     def differ(self) -> list[str]:
         """Return the steps that are asked for, if they are not the same."""
         wanted = {
-            str(ask["step"]) if ask.get("back") is None else f"back {list(ask['back'])}" for ask in self.asks.values()
+            in_words(ask["step"] if ask.get("back") is None else tuple(ask["back"])) for ask in self.asks.values()
         }
         return sorted(wanted) if len(wanted) > 1 else []
 
