@@ -166,7 +166,7 @@ class Guard:
             return False
         culprits = self._culprits(found, figures)
         if worst == Verdict.SKIP:
-            self._skip(seen, culprits)
+            self._skip(seen, culprits, f"{self._skipped + 1} in a row")
         else:
             self._go_back(seen, culprits, why)
         return True
@@ -195,12 +195,12 @@ class Guard:
         ]
         return "; ".join(few) + (f" and {len(bad) - 8} ranks more" if len(bad) > 8 else "")
 
-    def _skip(self, seen: Watched, culprits: str) -> None:
+    def _skip(self, seen: Watched, culprits: str, times: str) -> None:
         """Leave an update out. The batch is gone, the step is made with the next one."""
         self._skipped += 1
         self._again = True
         self._drop_gradients()
-        self._tell("step %s is bad (%s): its update is left out, %s in a row.", seen.step, culprits, self._skipped)
+        self._tell("step %s is bad (%s): its update is left out, %s.", seen.step, culprits, times)
 
     def _drop_gradients(self) -> None:
         for part in self._checkpoint.parts:
@@ -225,7 +225,8 @@ class Guard:
             if before is not None:
                 raise GuardError(self._given_up(what, f"and there is nothing older to go back to: {error}")) from error
             self._note(f"{what}: nothing is saved yet")
-            self._skip(seen, culprits)
+            times = f"time {self._trouble.row} of at most {self._max}"
+            self._skip(seen, culprits, f"since nothing is saved yet to go back to, {times}")
             return
         if self._loaded is None:  # it was saved before there was a guard
             self._supply.went_back_by(self._step + 1 - start)
@@ -256,7 +257,7 @@ class Guard:
 
     def _too_often(self) -> str:
         if self._trouble.back_at < 0:
-            return f"after {self._max} updates were left out, and before anything was saved"
+            return f"after {self._max} times that nothing was saved yet to go back to"
         return f"after {self._max} rollbacks in a row"
 
     def _given_up(self, what: str, why: str) -> str:

@@ -193,11 +193,14 @@ def test_bad_step_before_anything_is_saved_is_only_left_out(home: Path, caplog: 
     assert "its update is left out" in caplog.text
 
 
-def test_several_bad_steps_before_anything_is_saved_are_only_left_out(home: Path) -> None:
+def test_several_bad_steps_before_anything_is_saved_are_only_left_out(
+    home: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     training = Training(Loader({0: math.nan, 1: math.nan, 2: math.inf}), nn.Linear(4, 1))
     guarded(home, training)
     assert training.steps == list(range(END))
     assert training.loader.number == END + 3
+    assert "left out, since nothing is saved yet to go back to, time 3 of at most 3." in caplog.text
     assert all(bool(parameter.isfinite().all()) for parameter in training.model.parameters())
 
 
@@ -207,8 +210,9 @@ def test_training_that_is_bad_from_the_start_ends_with_an_error_that_says_so(hom
     with pytest.raises(GuardError) as caught:
         guarded(home, training, max_rollbacks=most)
     assert training.steps == []
-    assert f"step 0, batch {most} (rank 0: loss nan, grad_norm nan), after {most} updates were left out" in str(
-        caught.value
+    assert (
+        f"step 0, batch {most} (rank 0: loss nan, grad_norm nan), after {most} times that nothing was saved yet"
+        in str(caught.value)
     )
     assert str(caught.value).count("nothing is saved yet") == most
     assert "What is saved" not in str(caught.value)
