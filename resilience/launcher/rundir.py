@@ -106,6 +106,9 @@ def _sweep(path: Path) -> None:
     """Remove a scratch directory whose launcher is gone."""
     try:
         just_made = time.time() - path.stat().st_mtime < _JUST_MADE_S
+    except OSError:
+        return  # another launcher sweeps too
+    try:
         lock = _lock(path / "owner", create=False)
     except FileNotFoundError:
         if not just_made:

@@ -272,6 +272,35 @@ def test_what_is_no_optimizers_state_is_not_restored_into_one(tmp_path: Path) ->
         checkpoint.restore()
 
 
+@pytest.mark.spawns
+def test_optimizers_state_with_numbers_for_parameters_is_restored_in_their_order(tmp_path: Path) -> None:
+    """As ``torch.save`` of a plain ``optimizer.state_dict()`` has it, which nearly every script writes."""
+    model, optimizer = trained(0)
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 3}, tmp_path / "theirs.pt")
+    arguments = ["import", str(tmp_path / "ours"), str(tmp_path / "theirs.pt"), "--step=1", "--name", "epoch="]
+    assert cli.main(arguments) == 0
+    other, its_optimizer = trained(1)
+    with resilience.FlashCheckpoint(tmp_path / "ours", model=other, optimizer=its_optimizer) as checkpoint:
+        checkpoint.restore()
+    before, after = optimizer.state_dict(), its_optimizer.state_dict()
+    assert before["param_groups"] == after["param_groups"]
+    for number, entry in before["state"].items():
+        assert all(torch.equal(torch.as_tensor(value), after["state"][number][key]) for key, value in entry.items())
+
+
+@pytest.mark.spawns
+def test_optimizers_state_with_another_number_of_parameters_is_refused_in_words(tmp_path: Path) -> None:
+    model, optimizer = trained(0)
+    fewer = torch.optim.AdamW(list(model.parameters())[:1])
+    torch.save({"model": model.state_dict(), "optimizer": fewer.state_dict()}, tmp_path / "theirs.pt")
+    assert cli.main(["import", str(tmp_path / "ours"), str(tmp_path / "theirs.pt"), "--step=1"]) == 0
+    with (
+        resilience.FlashCheckpoint(tmp_path / "ours", model=model, optimizer=optimizer) as checkpoint,
+        pytest.raises(CheckpointError, match="parameters in the checkpoint that are not the optimizer's: 0"),
+    ):
+        checkpoint.restore()
+
+
 # -- what is damaged ---------------------------------------------------------------------------------------------------
 
 

@@ -56,6 +56,7 @@ class Book:
         self._again = False  # the cycle goes on, only the saver or the line is a new one
         self.done = False  # the chair needs us no longer
         self.failures: list[str] = []
+        self.farthest: Key = (0, -1)  # the newest that was COMPLETE in this job, here or elsewhere by now
         self.tries = Tries(directory, self.complain)
         self.council = Council(selector, 0, self._hear)
         self.council.rejoin = self._join
@@ -243,6 +244,7 @@ class Book:
             self._pen.order(key, folder)
         if send:
             self.copies.send(key)
+        self.farthest = max(self.farthest, key)
         self.roll.complete(key, self._reported.get(key))
         self.roll.retire_others()
         if key[0] == self.generation:

@@ -142,6 +142,7 @@ class Reception:
             self._end(book, {"error": message["why"]})
         elif op == "nothing":
             if message["fresh"]:
+                mourn(book)
                 book.go_back_to(None, int(message["generation"]))
             told = {"problems": message["problems"], "there": message["there"]}
             self._end(book, {"found": None, "generation": book.generation, **told})
@@ -202,6 +203,15 @@ class Reception:
         if book.cycle.first == 0:
             _LOG.info("the job goes on from step %s (%s).", key[1], where)
         self._end(book, {"go": True, "generation": generation})
+
+
+def mourn(book: Book) -> None:
+    """Say that a job that had got somewhere begins afresh: it may, and somebody will want to know why."""
+    if book.farthest[1] >= 0:
+        book.complain(
+            f"step {book.farthest[1]} was complete, and is lost with the memory of nodes that are gone or whose ranks have moved; "
+            "nothing is on disk. The job begins afresh, since allow_fresh_start=True. replicas=1 or a smaller disk_every keeps more."
+        )
 
 
 def set_aside(book: Book, keys: list[Key]) -> None:
