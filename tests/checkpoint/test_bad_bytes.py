@@ -184,6 +184,13 @@ class Found:
     error: BaseException | None = None
 
 
+class Nobody(dict[Any, Any]):
+    """Forgets at once who is on a directory."""
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        pass
+
+
 @contextlib.contextmanager
 def job(home: Path) -> Iterator[list[tuple[Rank, FlashCheckpoint]]]:
     """Two ranks and their saver, all of them in this process, and their end in good order."""
@@ -195,7 +202,7 @@ def job(home: Path) -> Iterator[list[tuple[Rank, FlashCheckpoint]]]:
     try:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(hire, "find_or_start", lambda run, directory: saver.path)
-            patch.setattr(turns, "enter", lambda directory, checkpoint: None)  # as ranks have processes of their own
+            patch.setattr(turns, "_open", Nobody())  # as ranks have processes of their own
             for number in range(WORLD):
                 patch.setenv("RANK", str(number))
                 patch.setenv("LOCAL_RANK", str(number))

@@ -62,11 +62,12 @@ class Book:
         self.council.rejoin = self._join
         self.council.cut = lambda: serve(self, {"op": "refused", "why": _NO_CHAIR})
         self._chair = options.chair()
-        self._pen = Pen(self.roll, lambda snapshot, folder: write(self, snapshot, folder), self.council.say)
+        self.pen = Pen(self.roll, lambda snapshot, folder: write(self, snapshot, folder), self.council.say)
         self._serve = serve  # what concerns ranks or disk more than ledgers
         self._reported: dict[Key, dict[int, int]] = {}  # serials of what the chair was told of
         self._asked: list[Message] = []  # to be said again if the line is cut
         self._tried = 0
+        self._last: Key = (0, -1)  # that was tried to have on disk at the end
         self._signs: list[tuple[int, ...]] = []
         self._next_look = 0
         self._complained: set[str] = set()
@@ -76,7 +77,7 @@ class Book:
     @property
     def writing(self) -> dict[str, Snapshot]:
         """What is being written to disk, by folder."""
-        return self._pen.writing
+        return self.pen.writing
 
     @property
     def cycle(self) -> Cycle:
@@ -148,7 +149,7 @@ class Book:
             **self.copies.joining(),
         )
         self._reported, self._signs, self._tried = {}, [], 0
-        self._pen.say_again()
+        self.pen.say_again()
         for message in self._asked:
             self.council.say(**message)
         self.copies.say_again()
@@ -241,7 +242,7 @@ class Book:
     def _complete(self, key: Key, folder: str, send: bool) -> None:
         """All ranks have it. What is to be written or sent is leased before anybody is told: then it can't be overwritten."""
         if folder:
-            self._pen.order(key, folder)
+            self.pen.order(key, folder)
         if send:
             self.copies.send(key)
         self.farthest = max(self.farthest, key)
@@ -265,7 +266,7 @@ class Book:
         elif op == "decided":
             self.roll.void(key)
         elif op == "write":
-            self._pen.order(key, message["folder"])
+            self.pen.order(key, message["folder"])
         elif op in ("durable", "failed", "dropped"):
             self._written(message["folder"], op, str(message.get("why", "")))
         elif op in ("peers", "send", "replicated", "unsent"):
@@ -288,15 +289,11 @@ class Book:
 
     # -- to disk ----------------------------------------------------------------------------------------------------
 
-    def report_written(self, folder: str, result: Message) -> None:
-        """Tell the chair what became of this node's part of a snapshot."""
-        self._pen.report(folder, result)
-
     def _written(self, folder: str, became: str, why: str) -> None:
         """Take note that a snapshot is on disk, or why it is not, or that no chair knows of it any more."""
         if became == "failed":
             self.fail(why)
-        again = self._pen.ended(folder, became == "durable", self.copies.busy())
+        again = self.pen.ended(folder, became == "durable", self.copies.busy())
         if again is not None:
             self._say_sealed(again, want=True, anew=True)
 
@@ -351,6 +348,16 @@ class Book:
         self.turn()
         self._say_once(op="leave")
         self.council.turn()
+
+    def leave_later(self) -> bool:
+        """Have what became complete since :meth:`leave` on disk too: ranks may outlive the launcher for a moment. Return whether
+        there is any; each is tried once."""
+        newest = self.roll.newest()
+        if newest is None or newest.key <= self._last or not newest.is_complete or newest.is_durable:
+            return False
+        self._last = newest.key
+        self.leave()
+        return True
 
     def is_settled(self) -> bool:
         """Whether nothing is left to be done for anybody."""

@@ -101,6 +101,9 @@ class Saver:
         if not self._leaving_since:
             return False
         if all(book.is_settled() for book in self.books.values()):
+            more = [book.leave_later() for book in self.books.values()]
+            if any(more):
+                return False
             self._settled_since = self._settled_since or now
             return not self._desk.has_untold() or now - self._settled_since > _TELL_S
         late = now - self._leaving_since > self._deadline
@@ -315,7 +318,7 @@ class Saver:
         def written(result: clerk.Written) -> None:
             def note() -> None:
                 book.roll.digests.keep(snapshot, result.digests(), book.roll.members)
-                book.report_written(folder, result.message())
+                book.pen.report(folder, result.message())
 
             self._later(note)
 

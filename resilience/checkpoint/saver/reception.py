@@ -210,7 +210,7 @@ def mourn(book: Book) -> None:
     if book.farthest[1] >= 0:
         book.complain(
             f"step {book.farthest[1]} was complete, and is lost with the memory of nodes that are gone or whose ranks have moved; "
-            "nothing is on disk. The job begins afresh, since allow_fresh_start=True. replicas=1 or a smaller disk_every keeps more."
+            "nothing is on disk. The job begins afresh: allow_fresh_start=True. replicas=1 or a smaller disk_every keeps more."
         )
 
 
