@@ -116,7 +116,7 @@ class Turns:
         if step < self._last:
             raise CheckpointError(
                 f"save({step}): step {self._last} was saved before it, and the largest step counts as the newest. Nothing was "
-                "saved. Count steps over all epochs; to go back, restore(step=N)."
+                "saved. Count steps over all epochs; to go back, rollback() or restore(step=N)."
             )
 
     def saved(self, step: int) -> None:

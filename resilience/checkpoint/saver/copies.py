@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from resilience.checkpoint import limits
+from resilience.checkpoint.manifest import in_words
 from resilience.checkpoint.saver import courier, wire
 from resilience.checkpoint.saver.courier import Counter, Fetched, Parcel, Trip, key_of
 from resilience.checkpoint.saver.excerpts import Outlines, excerpt
@@ -237,11 +238,10 @@ class Copies:
     def _landed(self, flight: Flight, sent: int, took: float, wrong: str) -> None:
         flight.landed = True
         if sent and not wrong:
-            level = self._loudness("sent", logging.INFO)
-            pace = sent / max(took, 1e-9) / 1e9
-            step = flight.snapshot.key[1]
             _LOG.log(
-                level, "step %s: %.3f GB copied to other nodes in %.2f s (%.2f GB/s).", step, sent / 1e9, took, pace
+                self._loudness("sent", logging.INFO),
+                "step %s: %s copied to other nodes in %.2f s (%s/s).",
+                *(flight.snapshot.key[1], in_words(sent), took, in_words(sent / max(took, 1e-9))),
             )
         if not flight.verdict:
             flight.result = {"op": "sent", "key": flight.snapshot.key, "why": wrong}
@@ -359,10 +359,10 @@ class Copies:
         self.fetched = fetched
         if fetched is not None:
             ranks = ", ".join(map(str, sorted(fetched.own)))
-            size, took = fetched.nbytes / 1e9, fetched.seconds
+            size, took = fetched.nbytes, fetched.seconds
             _LOG.info(
-                "step %s of rank %s was fetched from other nodes' memory: %.3f GB in %.2f s (%.2f GB/s), digests checked.",
-                *(fetched.key[1], ranks, size, took, size / max(took, 1e-9)),
+                "step %s of rank %s was fetched from other nodes' memory: %s in %.2f s (%s/s), digests checked.",
+                *(fetched.key[1], ranks, in_words(size), took, in_words(size / max(took, 1e-9))),
             )
         done(wrong)
 
