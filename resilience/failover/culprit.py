@@ -104,6 +104,8 @@ def _standing(item: dict[str, Any], shared: list[str], hung: Sequence[int]) -> t
 
 def _waits(stack: str) -> bool:
     """Whether the main thread's innermost frames are in a collective: such a rank waits for another one."""
-    main = stack.rpartition("most recent call first")[2] or stack
+    mark = "most recent call first"
+    main = stack[stack.find("Current thread ") + 1 :]  # helper threads come before it, or after it
+    main = main.partition(mark)[2].partition(mark)[0] or main
     innermost = [line for line in main.splitlines() if line.strip().startswith("File")][:3]
     return any(path in line for line in innermost for path in _WAITING)

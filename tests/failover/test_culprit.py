@@ -83,7 +83,13 @@ def test_section_that_only_some_ranks_have_is_not_compared() -> None:
     assert blame([saving, reading], [], hung=[0, 1]).rank == 1
 
 
-@pytest.mark.parametrize("waits", [WAITS_IN_COLLECTIVE, WAITS_IN_BACKWARD])
+HAS_A_HELPER = f"""{WAITS_IN_BACKWARD}
+Thread 0x3 (most recent call first):
+  File "overlap.py", line 61 in _work
+"""
+
+
+@pytest.mark.parametrize("waits", [WAITS_IN_COLLECTIVE, WAITS_IN_BACKWARD, HAS_A_HELPER])
 def test_of_ranks_at_the_same_place_the_one_that_is_in_no_collective_is_blamed(waits: str) -> None:
     ranks = [witness(0, stack=waits, quiet=50.0), witness(1, stack=READS, quiet=5.0), witness(2, stack=waits)]
     assert blame(ranks, [], hung=[0, 1, 2]).rank == 1
