@@ -11,7 +11,7 @@ OLD := .venv-lightning
 help:
 	@echo "make demo       two ranks train, one is killed, later one hangs; the job survives both"
 	@echo "make test       the test suite: pip packages only, no root"
-	@echo "make test-long  more fault tests with several launchers; part of test-real"
+	@echo "make test-long  more cases of the fault tests, and those with many launchers; part of test-real"
 	@echo "make test-lightning  resuming, with the oldest releases of Lightning"
 	@echo "make test-real  tests that need root and Debian packages (network namespaces), and an S3 server from PyPI"
 	@echo "make lint       ruff and mypy"

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import jobs
+
 MARK = "TESTS_SESSION"
 _GRACE_S = 5.0  # what was told to end may need a moment on a busy machine
 
@@ -54,7 +56,8 @@ def _command_of(pid: int) -> str | None:
 
 @pytest.fixture(scope="session", autouse=True)
 def session_mark() -> Iterator[None]:
-    """Name this session in the environment, for whatever the tests start."""
+    """Name this session in the environment, for whatever the tests start; clear up after those that were killed."""
+    jobs.sweep()
     os.environ[MARK] = uuid.uuid4().hex
     yield
     del os.environ[MARK]
@@ -62,9 +65,10 @@ def session_mark() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def nothing_left_behind(request: pytest.FixtureRequest, session_mark: None) -> Iterator[None]:
-    """Fail a test that leaves a process behind, and end that process."""
-    look = descendants if request.node.get_closest_marker("spawns") else children
-    before = set(look())
+    """Fail a test that leaves a process behind, and end that process; or the folder of a job."""
+    spawns = request.node.get_closest_marker("spawns") is not None
+    look = descendants if spawns else children
+    before, homes = set(look()), jobs.homes() if spawns else set()
     yield
     deadline = time.monotonic() + _GRACE_S
     while (left := {pid: what for pid, what in look().items() if pid not in before}) and time.monotonic() < deadline:
@@ -73,3 +77,5 @@ def nothing_left_behind(request: pytest.FixtureRequest, session_mark: None) -> I
         with contextlib.suppress(OSError):
             os.kill(pid, signal.SIGKILL)
     assert not left, f"processes were left behind: {left}"
+    if spawns:
+        assert jobs.homes() <= homes, f"folders of jobs were left behind: {jobs.homes() - homes}"

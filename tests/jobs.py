@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,19 @@ def alive(pid: int) -> bool:
         return False
 
 
+def homes() -> set[Path]:
+    """Return the folders that jobs of this test process have in the place for temporary files."""
+    return set(Path(tempfile.gettempdir()).glob(f"job-{os.getpid()}-*"))
+
+
+def sweep() -> None:
+    """Remove the folders of test processes that were killed, or ended by a timeout, in the middle of a job."""
+    for home in Path(tempfile.gettempdir()).glob("job-*-*"):
+        owner = home.name.split("-")[1]
+        if owner.isdecimal() and not alive(int(owner)):
+            shutil.rmtree(home, ignore_errors=True)
+
+
 class Job:
     """One launcher with its run directory."""
 
@@ -64,7 +77,7 @@ class Job:
         self.folder = folder
         self.run_dir = folder / "run"
         self.progress = folder / "progress"
-        self.tmp = Path(tempfile.mkdtemp(prefix="job-"))  # short: sockets live in it
+        self.tmp = Path(tempfile.mkdtemp(prefix=f"job-{os.getpid()}-"))  # short: sockets live in it
         self.progress.mkdir(parents=True, exist_ok=True)
         self.log_path = folder / "log"
         command = [sys.executable, "-m", "resilience.run", f"--ft-run-dir={self.run_dir}", *options, *script]
@@ -183,12 +196,18 @@ class Job:
         return found
 
     def close(self) -> None:
-        """End whatever is left."""
-        for pid in self.family():
-            if alive(pid):
-                os.kill(pid, signal.SIGKILL)
+        """End whatever is left, and what is being started while we look. Only then is nobody there to write."""
+
+        def killed() -> bool:
+            family = self.family()
+            for pid in family:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            return not family
+
+        wait_for(killed, f"the end of everybody: {[(p, command_line(p)) for p in self.family()]}", 20)
         self.process.wait()
-        shutil.rmtree(self.tmp, ignore_errors=True)
+        shutil.rmtree(self.tmp)
 
     def assert_nothing_left(self) -> None:
         """No process, socket or temporary file of the job may be left."""

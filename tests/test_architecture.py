@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.metadata
 import os
 import resource
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -59,6 +59,7 @@ MAY_IMPORT = {
 }
 
 
+@functools.cache
 def modules() -> dict[str, Path]:
     """Return every module of the package, by its dotted name."""
     found = {}
@@ -68,17 +69,23 @@ def modules() -> dict[str, Path]:
     return found
 
 
-def imports(path: Path, top_level_only: bool = False) -> Iterator[str]:
-    """Yield the dotted name of everything a file imports (of ``from a import b`` both ``a`` and ``a.b``)."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    nodes = list(tree.body) if top_level_only else list(ast.walk(tree))
-    for node in nodes:
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@functools.cache
+def imports(path: Path, top_level_only: bool = False) -> tuple[str, ...]:
+    """Return the dotted name of everything a file imports (of ``from a import b`` both ``a`` and ``a.b``)."""
+    tree = tree_of(path)
+    found: list[str] = []
+    for node in tree.body if top_level_only else ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative imports hide the room"
-            yield str(node.module)
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            found += [str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)]
+    return tuple(found)
 
 
 def adapters() -> dict[str, Path]:
@@ -229,7 +236,7 @@ def test_rank_imports_nothing_installed_but_what_it_asks_for_itself() -> None:
 def test_only_config_touches_the_environment(module: str) -> None:
     if module == "resilience.config":
         return
-    for node in ast.walk(ast.parse((modules() | adapters())[module].read_text(encoding="utf-8"))):
+    for node in ast.walk(tree_of((modules() | adapters())[module])):
         names = {getattr(node, "attr", ""), getattr(node, "id", "")} | {
             alias.name for alias in getattr(node, "names", []) if isinstance(alias, ast.alias)
         }
@@ -238,7 +245,7 @@ def test_only_config_touches_the_environment(module: str) -> None:
 
 @pytest.mark.parametrize("module", sorted(modules() | adapters()))
 def test_nothing_is_unpickled_or_evaluated(module: str) -> None:
-    tree = ast.parse((modules() | adapters())[module].read_text(encoding="utf-8"))
+    tree = tree_of((modules() | adapters())[module])
     forbidden = {"pickle", "cPickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "yaml.load", "torch.load"}
     if module == "resilience._worker.__main__":
         forbidden.remove("marshal")  # a script may be a .pyc: the user's own code, which is run anyway
@@ -264,7 +271,7 @@ def test_nothing_is_unpickled_or_evaluated(module: str) -> None:
 @pytest.mark.parametrize("module", sorted(modules() | adapters()))
 def test_every_module_says_what_it_is_for_and_is_not_too_long(module: str) -> None:
     text = (modules() | adapters())[module].read_text(encoding="utf-8")
-    assert ast.get_docstring(ast.parse(text)), "no docstring"
+    assert ast.get_docstring(tree_of((modules() | adapters())[module])), "no docstring"
     assert len(text.splitlines()) <= 400, "a file over 400 lines wants a reason"
 
 

@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from resilience.checkpoint import reading, storage
+from resilience.checkpoint import reading
 from resilience.checkpoint.flash import FlashCheckpoint
 from resilience.checkpoint.reading import Opened
 from resilience.checkpoint.receipt import Receipt
-from resilience.checkpoint.storage import Directory
+from resilience.checkpoint.stores.local import Directory, read_manifest, sync
 from resilience.errors import CheckpointError
 
 _LOG = logging.getLogger("resilience.lightning")
@@ -88,7 +88,7 @@ class Staging(FlashCheckpoint):
 
 def read(folder: Path) -> dict[str, Any]:
     """Return a checkpoint that is on disk. Every byte is checked; nothing in it is executed."""
-    opened = reading.open_disk(folder, storage.read_manifest(folder), 0)
+    opened = reading.open_disk(folder, read_manifest(folder), 0)
     if not isinstance(opened.values, dict) or "state" not in opened.values:
         raise CheckpointError(f"{folder} is a checkpoint of another kind. Nothing was loaded.")
     state = opened.source.fresh(opened.values["state"])
@@ -111,6 +111,6 @@ def publish(folder: Path, path: Path) -> None:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         partial.replace(path)
-        storage.sync(path.parent)
+        sync(path.parent)
     finally:
         partial.unlink(missing_ok=True)

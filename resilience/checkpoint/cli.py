@@ -15,10 +15,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from resilience.checkpoint import digest, hire, shards, storage, stores
-from resilience.checkpoint.manifest import File
-from resilience.checkpoint.storage import in_words
+from resilience.checkpoint import digest, hire, shards, stores
+from resilience.checkpoint.manifest import File, in_words
 from resilience.checkpoint.stores import Kept, Storage
+from resilience.checkpoint.stores.claims import patiently
 from resilience.errors import CheckpointError
 
 _NOBODY_READS = 128 + signal.SIGPIPE  # what a shell says of a program that SIGPIPE ended
@@ -37,6 +37,15 @@ def main(argv: list[str]) -> int:
 
 
 def _run(argv: list[str]) -> int:
+    args = _parser().parse_args(argv)
+    if isinstance(args.directory, Path) and not args.directory.is_dir() and args.act is not take_over:
+        raise CheckpointError(f"{args.directory} is no directory.")
+    code: int = args.act(args)
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line; ``act`` is what each command does."""
     parser = argparse.ArgumentParser(prog="resilience checkpoint", description="Look after checkpoints.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="list|show|verify|export|import|prune")
 
@@ -74,19 +83,16 @@ def _run(argv: list[str]) -> int:
     made.add_argument(
         "--name",
         dest="names",
-        metavar="THEIRS=OURS",
+        metavar="[THEIRS]=[OURS]",
         action="append",
         default=[],
-        help="what a part of it is called in FlashCheckpoint(…, model=…), where that differs; nothing: it is left out",
+        help="what a part of it is called in FlashCheckpoint(…, model=…), where that differs; THEIRS=: it is left out; "
+        "=OURS: all of it is one part, a bare state_dict() of a model for example",
     )
     made = command("prune", "remove all but the newest checkpoints", prune)
     made.add_argument("--keep", type=int, required=True, help="how many stay")
     made.add_argument("--keep-every", type=int, default=0, help="steps that stay for good: every so many")
-    args = parser.parse_args(argv)
-    if isinstance(args.directory, Path) and not args.directory.is_dir() and args.act is not take_over:
-        raise CheckpointError(f"{args.directory} is no directory.")
-    code: int = args.act(args)
-    return code
+    return parser
 
 
 def _place(text: str) -> stores.Where:
@@ -134,7 +140,7 @@ def show(args: argparse.Namespace) -> int:
     _say(f"step {it.step}, generation {it.generation}, cycle {it.cycle}, {it.world} ranks, {in_words(it.nbytes)}")
     _say(f"facts {json.dumps(it.facts)}")
     for file in it.shards:
-        for piece in shards.parse_header(_head(args, item, file), file.nbytes - file.head):
+        for piece in _pieces(stores.opened(args.directory), item, file):
             part = "" if piece.is_whole else f" {list(piece.shape)} from {list(piece.offsets)} on"
             _say(f"  rank {file.rank}  {piece.name}  {piece.dtype} {list(piece.whole)}{part}")
 
@@ -175,8 +181,15 @@ def _shortened(value: Any, most: int = 8) -> Any:
     return value
 
 
-def _head(args: argparse.Namespace, item: Kept, file: File) -> bytes:
-    return stores.opened(args.directory).read(item.path.name, file.name, 0, file.head)
+def _pieces(directory: Storage, item: Kept, file: File) -> list[shards.Piece]:
+    """Return which tensors are in a file, by its header, which is checked."""
+    head = directory.read(item.path.name, file.name, 0, file.head)
+    if file.head and digest.digest(head) != file.digests[0]:
+        raise CheckpointError(f"{item.path / file.name}: the digest of its header is wrong.")
+    try:
+        return shards.parse_header(head, file.nbytes - file.head)
+    except shards.ShardError as error:
+        raise CheckpointError(f"{item.path / file.name}: {error}.") from error
 
 
 def verify(args: argparse.Namespace) -> int:
@@ -243,6 +256,8 @@ def take_over(args: argparse.Namespace) -> int:
     names = dict(pair.partition("=")[::2] for pair in args.names)
     if args.step < 0 or not all("=" in pair for pair in args.names):
         raise CheckpointError("give --step=N with N of 0 or more, and --name THEIRS=OURS. Nothing was written.")
+    if len(names) < len(args.names):
+        raise CheckpointError("--name was given twice for one part. Nothing was written. Give each part one name.")
     foreign.take_over(args.source, args.directory, args.step, names)
     _say(f"{args.source} is step {args.step} of {args.directory} now: restore() goes on from step {args.step + 1}.")
     return 0
@@ -251,9 +266,13 @@ def take_over(args: argparse.Namespace) -> int:
 def prune(args: argparse.Namespace) -> int:
     """Remove all but the newest checkpoints."""
     if args.keep < 1:
-        raise CheckpointError(f"--keep={args.keep}: at least one stays.")
+        raise CheckpointError(f"--keep={args.keep}: at least one stays. Nothing was removed.")
+    if args.keep_every < 0:
+        raise CheckpointError(
+            f"--keep-every={args.keep_every}: give a number of steps, or 0 for none that stay for good. Nothing was removed."
+        )
     directory = stores.opened(args.directory)
-    storage.patiently(lambda: directory.claim("resilience checkpoint prune"), hire.DEADLINE_S)
+    patiently(lambda: directory.claim("resilience checkpoint prune"), hire.DEADLINE_S)
     try:
         for gone in directory.prune(args.keep, args.keep_every):
             _say(f"{gone.path.name} is removed.")

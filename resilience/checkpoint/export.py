@@ -23,6 +23,7 @@ import torch
 
 from resilience.checkpoint import decoding, reading
 from resilience.checkpoint.encoding import UnknownCodec
+from resilience.checkpoint.optimizers import is_state
 from resilience.checkpoint.reading import Opened
 from resilience.checkpoint.stores import Kept
 from resilience.errors import CheckpointError
@@ -150,11 +151,9 @@ def as_torch_has_it(part: Any, state: Mapping[str, Any]) -> Any:
 
     In a checkpoint ``model.0.weight`` is the parameter ``0.weight`` of the part ``model``. Anything else is returned as it is.
     """
-    if not isinstance(part, dict) or not isinstance(part.get("state"), dict):
+    if not is_state(part):
         return part
-    groups = part.get("param_groups")
-    if not isinstance(groups, list) or not all(isinstance(group, dict) and "params" in group for group in groups):
-        return part
+    groups = part["param_groups"]
     names = [name for group in groups for name in group["params"]]
     if not all(isinstance(name, str) for name in names):
         return part

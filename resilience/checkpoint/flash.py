@@ -11,10 +11,8 @@ Rule: ``save`` copies and returns; it talks to nobody. Whatever is rare (coming,
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
-import sys
 import time
 from collections.abc import Callable, Iterable
 from datetime import timedelta
@@ -29,16 +27,19 @@ from resilience.checkpoint.optimizers import Optimizer
 from resilience.checkpoint.overlap import Copier, Later
 from resilience.checkpoint.plan import Collected
 from resilience.checkpoint.reading import Opened
-from resilience.checkpoint.receipt import Level, Receipt
+from resilience.checkpoint.receipt import Level, Receipt, Saves
 from resilience.checkpoint.restore import MisfitError, Wish, agree, begin_afresh, load_parts, refuse_other_world
 from resilience.checkpoint.saver.restoring import Back
-from resilience.checkpoint.schedule import Every, Interval
+from resilience.checkpoint.schedule import Interval, Intervals
 from resilience.checkpoint.slots import COMPLETE
 from resilience.checkpoint.stager import Stager
 from resilience.checkpoint.state import Part, parts_of
 from resilience.checkpoint.together import Together
 from resilience.checkpoint.turns import Turns
-from resilience.errors import CheckpointError, ConfigError, UnsupportedPlatform
+from resilience.errors import (
+    CheckpointError,
+    ConfigError,
+)
 
 _LOG = logging.getLogger("resilience.checkpoint")
 _PATIENCE_S = 0.1
@@ -89,8 +90,6 @@ class FlashCheckpoint:
         restore_timeout: float | timedelta = 600.0,
         **things: Any,
     ) -> None:
-        if sys.platform != "linux":
-            raise UnsupportedPlatform("FlashCheckpoint needs Linux (memfd); use torch.save elsewhere.")
         options.check(
             things,
             replicated,
@@ -105,33 +104,20 @@ class FlashCheckpoint:
         )
         replication = options.Replication.of(replicas, replica_interface, replica_bandwidth, slots)
         self.directory = stores.where(directory)
-        self._place = Place.single() if self._alone else Place.here()
-        self._replication = replication.without(self._place.alone)
-        fails_every = mean_time_between_failures or options.DEVICE_FAILS_EVERY / self._place.world
-        self._memory_every = Every.of("memory_every", memory_every)
-        if memory_every is None:
-            raise ConfigError('memory_every=None: give a number of steps, a timedelta or "auto".')
-        self._disk_every = Every.of("disk_every", disk_every)
+        self._place = place = Place.single() if self._alone else Place.here()
+        self._replication = replication.without(place.alone)
+        self._every = Intervals.of(memory_every, disk_every)
         self._restore_timeout = options.seconds("restore_timeout", restore_timeout)
         self._parts, self._together = parts_of(things, replicated, rng) if things else ([], Together(needed=False))
-        self._newest: Receipt | None = None  # of the last save, and of the last one that was not skipped
-        self._kept: Receipt | None = None
-        self._owed = False  # a save that was due on disk was skipped
-        self._waited_in_vain = False  # the last save found no slot
-        self._owner_pid = os.getpid()
-        self._closed = False
-        self._census = Census()
-        turns.enter(self.directory, self)
-        every = (self._memory_every, self._disk_every)
-        run, copies = self._place.run, self._replication
-        told = options.for_saver(keep, keep_every, *every, failures=fails_every, run=run, replication=copies)
-        self._link = Link(str(self.directory), self._place, told)
-        self._stager, self._turns = self._come(copies.slots(slots))
+        self._saves, self._census = Saves(), Census()
+        told = options.for_saver((keep, keep_every), self._every, mean_time_between_failures, place, replication)
+        self._stay = turns.Stay(self.directory, self)
+        self._link = Link(str(self.directory), place, told)
+        self._stager, self._turns = self._come(replication.slots(slots))
         optimizers = [part.optimizer for part in self._parts if isinstance(part, Optimizer)]
         self._copier = Copier(mode, verify, optimizers, self._tried)
-        self._leave = turns.leave_at_exit(self)
         raises = on_save_error == "raise"
-        self._attendant = Attendant(self._link, self._stager, self._place, raises=raises, most=max_failures)
+        self._attendant = Attendant(self._link, self._stager, place, raises=raises, most=max_failures)
 
     def _come(self, number: int) -> tuple[Stager, Turns]:
         """Get this rank's memory, and look at what an earlier run left on disk. Nothing is set up if that fails."""
@@ -149,7 +135,7 @@ class FlashCheckpoint:
             in_memory = [seal.step for seal in stager.ledger.seals()]
             return stager, Turns(self.directory, turns.earlier_step(self.directory, in_memory))
         except BaseException:
-            self._closed = True
+            self._stay.end()
             self._link.close()
             raise
 
@@ -178,8 +164,8 @@ class FlashCheckpoint:
     def _save(
         self, step: int, disk: bool | None, wait: float | timedelta | None, collect: Callable[[], Taken]
     ) -> Receipt:
-        self._refuse_if_closed()
-        usual = 0.0 if self._waited_in_vain else _PATIENCE_S
+        self._stay.check()
+        usual = 0.0 if self._saves.in_vain else _PATIENCE_S
         patience = usual if wait is None else options.seconds("wait", wait)
         with self._turns:
             self._copier.join()
@@ -190,42 +176,38 @@ class FlashCheckpoint:
         self._attendant.hear()
         self._attendant.look()
         if disk is None:
-            disk = self._owed or self._disk_every.has(step)
+            disk = self._saves.owed or self._every.disk.has(step)
         if (
             not disk
-            and not self._memory_every.has(step)
-            and not self._together.heard(self._stager.is_armed(step), not self._memory_every.steps)
+            and not self._every.memory.has(step)
+            and not self._together.heard(self._stager.is_armed(step), not self._every.memory.steps)
         ):
             self._stager.tried(step)
-            return Receipt.ended(step, Level.SKIPPED, f"not due: {self._memory_every}")
+            return Receipt.ended(step, Level.SKIPPED, f"not due: {self._every.memory}")
         self._stager.serve()
         copying = None
         try:
             slot = self._stager.choose(step, wait, self._await_room)
             if not self._together.all(not isinstance(slot, Receipt)) and not isinstance(slot, Receipt):
                 slot = Receipt.ended(step, Level.SKIPPED, "another rank had no room for it")
-            self._waited_in_vain = isinstance(slot, Receipt)
+            self._saves.in_vain = isinstance(slot, Receipt)
             if isinstance(slot, Receipt):
-                receipt, self._owed = slot, self._owed or disk
+                receipt, self._saves.owed = slot, self._saves.owed or disk
             else:
                 taken = collect()
-                self._kept = receipt = self._stager.stage(slot, step, *taken, disk=disk)
-                copying, self._owed = taken[2], self._owed and not disk
+                self._saves.kept = receipt = self._stager.stage(slot, step, *taken, disk=disk)
+                copying, self._saves.owed = taken[2], self._saves.owed and not disk
                 self._turns.saved(step)
         finally:
             if copying is None:
                 self._tried(step)
-        self._newest = receipt
+        self._saves.newest = receipt
         return receipt
 
     def _tried(self, step: int) -> None:
         """This rank is through with a step. Called by the thread that copies, where one does."""
         self._stager.tried(step)
         self._link.nudge()
-
-    def _refuse_if_closed(self) -> None:
-        if self._closed or os.getpid() != self._owner_pid:
-            raise CheckpointError("this FlashCheckpoint is closed, or belongs to another process.")
 
     def _await_room(self) -> None:
         self._attendant.look()
@@ -251,7 +233,7 @@ class FlashCheckpoint:
         what is ``replicated``; with ``allow_other_world`` the rest goes to the ranks that were there. All ranks call it.
         """
         wish = Wish(strict, alone=weights_only, any_world=allow_other_world)
-        parts = [part for part in self._parts if not weights_only or hasattr(part, "module")]
+        parts = [part for part in self._parts if part.weights or not weights_only]
 
         def load(opened: Opened) -> None:
             load_parts(parts, opened, self._place, wish, self._together)
@@ -278,7 +260,7 @@ class FlashCheckpoint:
         found = self._agree(None, load, back=back)
         assert found is not None
         for part in self._parts:
-            if hasattr(part, "optimizer"):
+            if part.optimizer is not None:
                 part.optimizer.zero_grad()
         return found + 1
 
@@ -302,9 +284,10 @@ class FlashCheckpoint:
     def _agree(
         self, step: int | None, load: Callable[[Opened], None], fresh: bool = False, back: Back | None = None
     ) -> int | None:
-        self._refuse_if_closed()
+        self._stay.check()
         with self._turns:
             self._copier.join()
+            self._attendant.ask({"op": "here"})  # if the saver has just died, another one is asked
             return agree(
                 self._link,
                 self._place,
@@ -328,7 +311,7 @@ class FlashCheckpoint:
 
     def latest(self) -> int | None:
         """Return the newest step that is complete in memory, or on disk; ``None`` where there is none."""
-        self._refuse_if_closed()
+        self._stay.check()
         seals = [seal for seal in self._stager.ledger.seals() if seal.decision == COMPLETE]
         stored = stores.opened(self.directory).stored()
         keys = [seal.key for seal in seals] + [item.manifest.key for item in stored[:1]]
@@ -338,7 +321,7 @@ class FlashCheckpoint:
         self, step: int | None = None, level: Level = Level.DURABLE, timeout: float | timedelta = 600.0
     ) -> Receipt:
         """Wait until a save (the newest, or that of ``step``) has come to ``level``; return its receipt, whatever it says then."""
-        self._refuse_if_closed()
+        self._stay.check()
         self._copier.join()
         receipt, level = self._find(step), options.level(level)
         if level == Level.REPLICATED and not self._replication.replicas:
@@ -349,29 +332,25 @@ class FlashCheckpoint:
         return receipt
 
     def _find(self, step: int | None) -> Receipt:
-        chosen = self._newest if step is None else self._stager.receipt_of(step)
+        chosen = self._saves.newest if step is None else self._stager.receipt_of(step)
         if chosen is None:
             raise CheckpointError(f"no save {'was made' if step is None else f'of step {step} is in memory'}.")
         return chosen
 
     def close(self, timeout: float | timedelta = 600.0) -> None:
         """Leave: what is complete is made durable first, with progress shown on a terminal."""
-        if self._closed:
-            return
-        self._closed = True
-        atexit.unregister(self._leave)
-        if os.getpid() != self._owner_pid:
+        if not self._stay.end():
             return
         try:
             self._copier.close()
             self._attendant.ask({"op": "bye"})
-            if self._newest is not None and self._newest.level in (Level.SKIPPED, Level.FAILED):
-                _LOG.warning("the last save is not kept: %r. save(step, wait=60) waits for room.", self._newest)
-            if self._kept is not None and self._kept.level is not Level.FAILED:
+            if self._saves.newest is not None and self._saves.newest.level in (Level.SKIPPED, Level.FAILED):
+                _LOG.warning("the last save is not kept: %r. save(step, wait=60) waits for room.", self._saves.newest)
+            if self._saves.kept is not None and self._saves.kept.level is not Level.FAILED:
                 with progress.shown(
-                    f"writing step {self._kept.step}", self._stager.written, shows=self._place.rank == 0
+                    f"writing step {self._saves.kept.step}", self._stager.written, shows=self._place.rank == 0
                 ):
-                    self._attendant.await_end(self._kept, options.seconds("timeout", timeout))
+                    self._attendant.await_end(self._saves.kept, options.seconds("timeout", timeout))
         finally:
             self._link.close()
             self._stager.close()
@@ -382,9 +361,7 @@ class FlashCheckpoint:
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         if error is None:
             self.close()
-        elif not self._closed:  # with an error: the saver makes durable what is complete; nobody waits for it
-            self._closed = True
-            atexit.unregister(self._leave)
+        elif self._stay.end():  # with an error: the saver makes durable what is complete; nobody waits for it
             self._copier.close()
             self._link.leave()
             self._stager.close()
@@ -392,7 +369,7 @@ class FlashCheckpoint:
     @property
     def is_closed(self) -> bool:
         """Whether it was left: nothing can be saved or restored any more."""
-        return self._closed
+        return self._stay.is_over
 
     @property
     def parts(self) -> list[Part]:

@@ -42,6 +42,8 @@ class Module:
 
     any_world = True
     together = True
+    weights = True
+    optimizer = None
 
     def __init__(self, name: str, module: torch.nn.Module, ranks: Together) -> None:
         self.name = name
@@ -83,6 +85,7 @@ class Optimizer:
 
     any_world = True
     together = True
+    weights = False
 
     def __init__(self, name: str, optimizer: torch.optim.Optimizer, module: Module, ranks: Together) -> None:
         self.name = name

@@ -27,7 +27,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsFloat
 
 import torch
 import torch.distributed as dist
@@ -166,7 +166,7 @@ class Guard:
             return False
         culprits = self._culprits(found, figures)
         if worst == Verdict.SKIP:
-            self._skip(seen, culprits)
+            self._skip(seen, culprits, f"{self._skipped + 1} in a row")
         else:
             self._go_back(seen, culprits, why)
         return True
@@ -195,12 +195,12 @@ class Guard:
         ]
         return "; ".join(few) + (f" and {len(bad) - 8} ranks more" if len(bad) > 8 else "")
 
-    def _skip(self, seen: Watched, culprits: str) -> None:
+    def _skip(self, seen: Watched, culprits: str, times: str) -> None:
         """Leave an update out. The batch is gone, the step is made with the next one."""
         self._skipped += 1
         self._again = True
         self._drop_gradients()
-        self._tell("step %s is bad (%s): its update is left out, %s in a row.", seen.step, culprits, self._skipped)
+        self._tell("step %s is bad (%s): its update is left out, %s.", seen.step, culprits, times)
 
     def _drop_gradients(self) -> None:
         for part in self._checkpoint.parts:
@@ -213,9 +213,11 @@ class Guard:
         self._skipped = 0
         what = f"step {seen.step}, batch {seen.batch} ({culprits})"
         if self._trouble.row > self._max:
-            raise GuardError(self._given_up(what, f"after {self._max} rollbacks in a row"))
+            raise GuardError(self._given_up(what, self._too_often()))
         deeper = self._trouble.again - (self._data == "keep")
-        before = self._trouble.back_at if deeper > 0 else (seen.step if self._lagged else None)
+        # Nobody went back yet where nothing was saved: then there is nothing deeper either.
+        further = deeper > 0 and self._trouble.back_at >= 0
+        before = self._trouble.back_at if further else (seen.step if self._lagged else None)
         self._loaded = None
         try:
             start = self._checkpoint.rollback(before=before)
@@ -223,7 +225,8 @@ class Guard:
             if before is not None:
                 raise GuardError(self._given_up(what, f"and there is nothing older to go back to: {error}")) from error
             self._note(f"{what}: nothing is saved yet")
-            self._skip(seen, culprits)
+            times = f"time {self._trouble.row} of at most {self._max}"
+            self._skip(seen, culprits, f"since nothing is saved yet to go back to, {times}")
             return
         if self._loaded is None:  # it was saved before there was a guard
             self._supply.went_back_by(self._step + 1 - start)
@@ -252,12 +255,18 @@ class Guard:
     def _note(self, story: str) -> None:
         self._stories = [*self._stories, story][-_STORIES:]
 
+    def _too_often(self) -> str:
+        if self._trouble.back_at < 0:
+            return f"after {self._max} times that nothing was saved yet to go back to"
+        return f"after {self._max} rollbacks in a row"
+
     def _given_up(self, what: str, why: str) -> str:
         before = "; ".join(self._stories) or "nothing"
+        known_good = self._trouble.back_at >= 0 and not self._lagged  # judged later, a bad step may have been saved
+        saved = "What is saved is the last good step. " if known_good else ""
         return (
-            f"training is bad at {what}, {why} (rank {self._place.rank} on {socket.gethostname()}). Before it: {before}. "
-            "What is saved is the last good step. Look at these batches and at the learning rate; Guard(spike=…) sets what counts "
-            "as a spike."
+            f"training is bad at {what}, {why} (rank {self._place.rank} on {socket.gethostname()}). Before it: {before}. {saved}"
+            "Look at these batches and at the learning rate; Guard(spike=…) sets what counts as a spike."
         )
 
     def _tell(self, text: str, *words: object, loud: bool = False) -> None:
@@ -289,13 +298,33 @@ def _reader(figures: tuple[Any, Any], lagged: bool) -> Callable[[], dict[str, fl
     given: dict[str, Any] = {name: value for name, value in zip(_FIGURES, figures, strict=True) if value is not None}
     if not given:
         raise ConfigError("guard.bad() was given nothing to judge: guard.bad(loss), guard.bad(loss, grad_norm).")
+    for name, value in given.items():
+        if isinstance(value, torch.Tensor) and (value.numel() != 1 or value.is_complex()):
+            raise _no_figure(name, f"a tensor of shape {list(value.shape)} and {value.dtype}")
     devices = [value.device for value in given.values() if isinstance(value, torch.Tensor) and value.is_cuda]
     if lagged and devices:
         later = cuda.read_later([torch.as_tensor(value) for value in given.values()], devices[0])
         return lambda: dict(zip(given, later(), strict=True))
-    plain = (value.detach() if isinstance(value, torch.Tensor) else value for value in given.values())
-    known = dict(zip(given, map(float, plain), strict=True))
+    known = {name: _number(name, value) for name, value in given.items()}
     return lambda: known
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, torch.Tensor):
+        return float(value.detach())
+    try:
+        if isinstance(value, SupportsFloat):  # a text is none, though float() would read it
+            return float(value)
+    except (TypeError, ValueError, OverflowError) as error:  # an array of several; too large an int
+        raise _no_figure(name, f"a {type(value).__qualname__} ({error})") from error
+    raise _no_figure(name, f"a {type(value).__qualname__}")
+
+
+def _no_figure(name: str, what: str) -> ConfigError:
+    return ConfigError(
+        f"guard.bad({name}=…) was given {what}, which is no single real number. The step was not judged. Give a number, or a "
+        "tensor with one element: loss.mean(), clip_grad_norm_(…)."
+    )
 
 
 def _group_of(group: Any, world: int) -> Any:

@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from resilience import config
-from resilience.checkpoint import hire, storage
+from resilience.checkpoint import hire
 from resilience.checkpoint.arena import Slot
 from resilience.checkpoint.ledger import Ledger
+from resilience.checkpoint.stores.claims import DirectoryInUse, patiently
 from resilience.errors import CheckpointError, LinkError
 from resilience.pulse import attach, channel
 
@@ -77,7 +78,7 @@ class Link:
         with self._turn:
             self._slots = slots
             moving = 0.0 if self._place.alone else _MOVING_S
-            return storage.patiently(lambda: self._come_twice(slots), hire.DEADLINE_S, moving)
+            return patiently(lambda: self._come_twice(slots), hire.DEADLINE_S, moving)
 
     def _come_twice(self, slots: int) -> tuple[Ledger, list[Slot]] | None:
         try:
@@ -118,10 +119,11 @@ class Link:
             return str(answer["path"])
         return hire.find_or_start(self._place.run, self._directory)
 
-    def announce(self, nbytes: int, left: int) -> tuple[int, int]:
-        """Say how much memory this rank is about to take, and how much it finds; see :class:`saver.rooms.Rooms`."""
+    def announce(self, nbytes: int, left: int) -> tuple[int, int, int]:
+        """Say how much memory this rank is about to take, and how much it finds; see :class:`saver.rooms.Rooms`. The last number
+        is what the saver has given up for it meanwhile."""
         answer, _ = self.ask({"op": "room", "need": nbytes, "left": left})
-        return int(answer["left"]), int(answer["others"])
+        return int(answer["left"]), int(answer["others"]), int(answer["freed"])
 
     def deposit(self, ledger: Ledger, slots: list[Slot]) -> None:
         """Have the saver (and through it the launcher) hold this rank's memory."""
@@ -145,7 +147,8 @@ class Link:
             received = channel.receive(self._sock)
         except OSError as error:
             self._break_off()
-            raise LinkError(f"the saver did not answer within {timeout:g} s ({error})") from error
+            how = f"did not answer within {timeout:g} s" if isinstance(error, TimeoutError) else f"ended ({error})"
+            raise LinkError(f"the saver {how}") from error
         except BaseException:
             self._break_off()
             raise
@@ -210,4 +213,4 @@ def forget_lines() -> None:
 def _refused(answer: dict[str, Any]) -> NoReturn:
     if answer.get("leaving") is None:
         raise CheckpointError(str(answer["error"]))
-    raise storage.DirectoryInUse(str(answer["error"]), leaving=bool(answer["leaving"]))
+    raise DirectoryInUse(str(answer["error"]), leaving=bool(answer["leaving"]))

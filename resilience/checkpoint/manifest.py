@@ -18,6 +18,7 @@ from resilience.errors import CheckpointError
 FORMAT = "resilience-checkpoint"
 VERSION = 1
 NAME = "manifest.json"
+MAX_NBYTES = 256 << 20  # of some 5,000 ranks
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}\Z")
 _DIGEST = re.compile(r"[0-9a-f]{32}\Z")
 
@@ -128,3 +129,12 @@ def _file(item: dict[str, Any]) -> File:
     if len(digests) != wanted or not all(isinstance(text, str) and _DIGEST.match(text) for text in digests):
         raise ManifestError(f"it has {len(digests)} digests of {file.name}, not {wanted} of {digest.NAME}")
     return file
+
+
+def in_words(nbytes: float) -> str:
+    """Return a size as people read it."""
+    for unit in ("B", "kB", "MB"):
+        if nbytes < 1000:
+            return f"{nbytes:.3g} {unit}"
+        nbytes /= 1000
+    return f"{nbytes:.2f} GB"

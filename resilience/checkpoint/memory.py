@@ -22,14 +22,15 @@ class NotEnoughMemory(CheckpointError):  # noqa: N818 - reads as what it is
     """The slots do not fit into what this machine or this control group has left."""
 
 
-def check(nbytes: int, what: str, announce: Callable[[int, int], tuple[int, int]]) -> None:
+def check(nbytes: int, what: str, announce: Callable[[int, int], tuple[int, int, int]]) -> None:
     """Raise :class:`NotEnoughMemory` if ``nbytes`` more are more than there is.
 
     ``announce`` is told how many are wanted and how many are left; it returns how many were left before the ranks of this node
-    began to take theirs, and how many the others want.
+    began to take theirs, how many the others want, and how many more are left because of the question.
     """
     now, whose = available()
-    before, others = announce(nbytes, now)
+    before, others, freed = announce(nbytes, now)
+    now += freed
     left = now if nbytes > now else before
     if nbytes > now or nbytes + others > before:
         beside = f" beside {others / 1e9:.2f} GB for other ranks of this node" if others else ""

@@ -68,6 +68,7 @@ class Optimizer:
 
     any_world = True
     together = False
+    weights = False
 
     def __init__(self, name: str, optimizer: torch.optim.Optimizer, names: Names) -> None:
         self.name = name
@@ -108,8 +109,9 @@ class Optimizer:
 
     def check(self, tree: Any, source: Source, strict: bool) -> list[str]:
         """See :class:`state.Part`. Without ``strict``: what will be left as it is."""
-        if not isinstance(tree, dict) or not {"state", "param_groups"} <= tree.keys():
+        if not is_state(tree):
             return [f"{self.name}: what was saved is no optimizer's state"]
+        tree = self._named(tree)
         mine, saved, kind = set(self.order()), _names_in(tree), tree.get(KIND, kind_of(self.optimizer))
         said = []
         if kind != kind_of(self.optimizer) and (strict or not self._has_settings_of(tree)):
@@ -124,6 +126,7 @@ class Optimizer:
     def load(self, tree: Any, source: Source) -> None:
         """See :class:`state.Part`. What was saved is written into the state that is there, as far as it fits. The optimizer's own
         ``load_state_dict`` has the last word: it keeps what it is given, unless the device or the type must be another."""
+        tree = self._named(tree)
         if not self._has_settings_of(tree):
             return  # of another kind, and without ``strict``: it was said, and stays as it is
         usual, left_out = _is_usual(self.optimizer), self._reshaped(source)
@@ -141,6 +144,14 @@ class Optimizer:
             first = params.stop
         rest = {key: value for key, value in fresh.items() if key != KIND}
         self.optimizer.load_state_dict({**rest, "state": state, "param_groups": groups})
+
+    def _named(self, tree: Any) -> Any:
+        """Return what was saved with names of parameters: a state of torch's own has their numbers, in the optimizer's order."""
+        numbers, names = _names_in(tree), self.order()
+        if numbers != set(range(len(names))):
+            return tree
+        groups = [{**group, "params": [names[number] for number in group["params"]]} for group in tree["param_groups"]]
+        return {**tree, "state": {names[key]: entry for key, entry in tree["state"].items()}, "param_groups": groups}
 
     def _has_settings_of(self, tree: Any) -> bool:
         """Whether the groups of what was saved have the settings that this optimizer knows."""
@@ -202,7 +213,20 @@ def kind_of(optimizer: torch.optim.Optimizer) -> str:
     return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
 
 
-def _names_in(tree: Any) -> set[str]:
+def is_state(tree: Any) -> TypeGuard[dict[str, Any]]:
+    """Whether it has the form of an optimizer's state: entries by parameter, and groups of parameters with their settings."""
+    if not isinstance(tree, dict) or not isinstance(tree.get("state"), dict):
+        return False
+    groups = tree.get("param_groups")
+    if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
+        return False
+    params = [group.get("params") for group in groups]
+    return all(
+        isinstance(names, (list, tuple)) and all(isinstance(name, (str, int)) for name in names) for names in params
+    )
+
+
+def _names_in(tree: Any) -> set[Any]:
     return {name for group in tree["param_groups"] for name in group["params"]}
 
 

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 
 from resilience import config
+from resilience.checkpoint.link import Place
 from resilience.checkpoint.receipt import Level
-from resilience.checkpoint.schedule import Every
-from resilience.errors import ConfigError, nearest
+from resilience.checkpoint.schedule import Intervals
+from resilience.errors import ConfigError, UnsupportedPlatform, nearest
 
 _LOG = logging.getLogger("resilience.checkpoint")
 DEVICE_FAILS_EVERY = timedelta(hours=50_000)  # 419 interruptions in 54 days of 16,384 devices, as published for Llama 3
@@ -55,7 +56,9 @@ def check(
     **numbers: tuple[Any, int],
 ) -> None:
     """Raise :class:`ConfigError` for what can't be meant; the message names the nearest that can. ``numbers``: by name, with the
-    least that each may be."""
+    least that each may be. Raises :class:`UnsupportedPlatform` where nothing can be asked."""
+    if sys.platform != "linux":
+        raise UnsupportedPlatform("FlashCheckpoint needs Linux (memfd); use torch.save elsewhere.")
     refuse_what_has_no_state(things)
     for name, (value, least) in numbers.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
@@ -118,7 +121,7 @@ class Replication:
         return self
 
     def slots(self, given: int | None) -> int:
-        """Return how many slots each rank has."""
+        """Return how many slots each rank has: also while it is alone, for other nodes may come, and what it has is to be found."""
         return given if given is not None else (SLOTS_WITH_REPLICAS if self.replicas else SLOTS)
 
 
@@ -141,16 +144,17 @@ def _bytes_per_second(given: float | str | None) -> float:
 
 
 def for_saver(
-    keep: int, keep_every: int, memory: Every, disk: Every, *, failures: timedelta, run: str, replication: Replication
+    keep: tuple[int, int], every: Intervals, failures: timedelta | None, place: Place, replication: Replication
 ) -> dict[str, Any]:
-    """Return what the saver is told when a rank comes."""
+    """Return what the saver is told when a rank comes. ``keep``: how many, and every how many steps one for good.
+    ``failures``: the time between two of them, where the user knows it."""
     return {
-        "keep": keep,
-        "keep_every": keep_every,
-        "memory": astuple(memory),
-        "disk": astuple(disk),
-        "failures_s": seconds("mean_time_between_failures", failures),
-        "run": run,
+        "keep": keep[0],
+        "keep_every": keep[1],
+        "memory": astuple(every.memory),
+        "disk": astuple(every.disk),
+        "failures_s": seconds("mean_time_between_failures", failures or DEVICE_FAILS_EVERY / place.world),
+        "run": place.run,
         "facts": {"torch": torch.__version__, "python": sys.version.split()[0]},
         **asdict(replication),
     }

@@ -5,14 +5,15 @@
 3) (any optimizer, before its step) waits until the thread is through
 
 The hook of 3) misses writes outside ``Optimizer.step``: schedule-free optimizers, weight clipping, ``.data``, replayed CUDA graphs.
-Version counters do not move for fused optimizers, ``.data`` and numpy. So both are looked at, the counters and bytes: three places
-of every tensor, other ones each time, or all with ``verify``. What was written to is never sealed.
+What was written to by those is found by :mod:`watch`, and never sealed. With ``verify`` everything is copied at once, and
+the thread compares it in full.
 """
 
 from __future__ import annotations
 
 import atexit
 import logging
+import os
 import queue
 import threading
 import weakref
@@ -24,9 +25,6 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 _LOG = logging.getLogger("resilience.checkpoint")
-_CHUNK = 64  # bytes that are compared in each place
-_MOST = 4096  # tensors of which places are compared in one save; where there are more they take turns
-_STRIDE = 0x9E3779B1  # from save to save the places move by this, so that in time they are everywhere
 _running: weakref.WeakSet[Behind] = weakref.WeakSet()
 
 
@@ -82,6 +80,16 @@ def _hook_once() -> None:
 def _before_step(*_: Any) -> None:
     for behind in _running:
         behind.join()
+
+
+def _in_child() -> None:
+    """A forked child has no such thread: nobody may wait for it."""
+    for behind in list(_running):
+        behind._idle.set()
+    _running.clear()
+
+
+os.register_at_fork(after_in_child=_in_child)
 
 
 @atexit.register
@@ -156,55 +164,3 @@ class Copier:
         if self._behind is not None:
             self._behind.close()
             self._behind = None
-
-
-class Watch:
-    """Tells which of some tensors was written to since it was made, after they were copied."""
-
-    def __init__(self, names: Sequence[str], sources: Sequence[torch.Tensor], turn: int, everything: bool) -> None:
-        self._names, self._sources = names, sources
-        self._turn, self._everything = turn, everything
-        self._versions = list(map(_version, sources))
-
-    def written(self, targets: Sequence[torch.Tensor]) -> str:
-        """Return the name of a tensor that differs from its copy, or whose counter has moved; an empty text if there is none."""
-        for name, source, before in zip(self._names, self._sources, self._versions, strict=True):
-            if _version(source) != before:
-                return name
-        number = len(self._sources)
-        chosen: Iterable[int] = range(number)
-        if number > _MOST and not self._everything:
-            first = self._turn * _MOST % number
-            chosen = (index % number for index in range(first, first + _MOST))
-        for index in chosen:
-            if not self._is_same(targets[index], self._sources[index]):
-                return self._names[index]
-        return ""
-
-    def _is_same(self, target: torch.Tensor, source: torch.Tensor) -> bool:
-        with torch.no_grad():
-            source = source.detach().resolve_conj().resolve_neg()
-            if source.numel() == 0:
-                return True
-            if self._everything or source.nbytes <= 4 * _CHUNK:
-                return _equal(source, target)
-            if not source.is_contiguous():  # by rows: their bytes are somewhere
-                places = {0, len(source) - 1, self._turn * _STRIDE % len(source)}
-                return all(_equal(source[row], target[row]) for row in places)
-            one, other = _bytes(source), _bytes(target)
-            last = source.nbytes - _CHUNK
-            places = {0, last, self._turn * _STRIDE % last}
-            return all(_equal(one[at : at + _CHUNK], other[at : at + _CHUNK]) for at in places)
-
-
-def _equal(source: torch.Tensor, target: torch.Tensor) -> bool:
-    """Whether the bytes are the same: as numbers NaN would differ from itself."""
-    return bool(torch.equal(_bytes(source).cpu(), _bytes(target)))
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
-
-
-def _version(tensor: torch.Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version

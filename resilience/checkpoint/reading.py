@@ -92,19 +92,19 @@ def open_memory(
             os.close(fd)
     source, check = Source(), Check(share_of_cores(local_world))
     values: list[Any] = []
+    rank = int(message.get("giver", rank))
     for peer, room in zip(message["peers"], rooms, strict=True):
         view = memoryview(room)
         header = _sealed(view, peer["header"], f"the header of rank {peer['rank']} in memory is")
         source.add(Shard(bytes_of(room), shards.parse_header(header, peer["data"])), peer["rank"] == rank)
-        wanted = message["digests"] if peer["rank"] == rank else peer.get("digests")
-        if wanted is not None:
+        if "digests" in peer:
             data = view[: peer["data"]]
-            check.add(data, digest.chunk_size(len(data)), wanted, "memory")
+            check.add(data, digest.chunk_size(len(data)), peer["digests"], "memory")
         if peer["rank"] == rank:
             values.append(decode(_sealed(view, message["values"], f"the values of rank {rank} in memory are")))
     if not values:
         raise CheckpointError(f"the snapshot in memory has nothing of rank {rank}")
-    return Opened(source, values[0], check, int(message["world"]))
+    return Opened(source, values[0], check, int(message["world"]), bool(message.get("stranger")))
 
 
 def _sealed(memory: memoryview, where: Sequence[int], what: str) -> memoryview:

@@ -12,6 +12,7 @@ FAILED      tried, and why it did not work
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from enum import Enum
 
 
@@ -75,3 +76,13 @@ class Receipt:
     def __repr__(self) -> str:
         level, reason = self._final or self._look()
         return f"<save of step {self.step}: {level}{f', {reason}' if reason else ''}>"
+
+
+@dataclass
+class Saves:
+    """What became of the saves so far."""
+
+    newest: Receipt | None = None
+    kept: Receipt | None = None  # the newest that was not skipped
+    owed: bool = False  # one that was due on disk was skipped
+    in_vain: bool = False  # the newest found no slot

@@ -57,6 +57,21 @@ class Every:
         return self.steps > 0 and (step + 1) % self.steps == 0
 
 
+@dataclass(frozen=True)
+class Intervals:
+    """How often a snapshot is taken, and how often one is written to disk."""
+
+    memory: Every
+    disk: Every
+
+    @classmethod
+    def of(cls, memory: Interval, disk: Interval) -> Intervals:
+        """Read what the user gave. Raises :class:`ConfigError`."""
+        if memory is None:
+            raise ConfigError('memory_every=None: give a number of steps, a timedelta or "auto".')
+        return cls(Every.of("memory_every", memory), Every.of("disk_every", disk))
+
+
 class Clock:
     """When the next snapshot is due, where that is a matter of time: every so many seconds, or by Young and Daly."""
 

@@ -79,7 +79,7 @@ def compared(name: str, live: Mapping[str, Any], tree: Any, source: Source) -> t
 
 def few_names(what: str, names: Iterable[str]) -> list[str]:
     """Return a sentence about some names, if there are any; the first five stand for many."""
-    found = sorted(names)
+    found = sorted(map(str, names))
     shown = ", ".join(found[:5]) + (f" and {len(found) - 5} more" if len(found) > 5 else "")
     return [f"{what}: {shown}"] if found else []
 

@@ -29,10 +29,11 @@ from resilience.checkpoint.ledger import (
     fence,
 )
 from resilience.checkpoint.link import Link, Place, forget_lines
-from resilience.checkpoint.overlap import Later, Watch
+from resilience.checkpoint.overlap import Later
 from resilience.checkpoint.plan import Collected, Plan
 from resilience.checkpoint.receipt import Level, Receipt
 from resilience.checkpoint.shards import aligned
+from resilience.checkpoint.watch import Watch
 from resilience.pulse import attach
 from resilience.pulse.page import W_BEATS, W_STEP
 
@@ -196,12 +197,15 @@ class Stager:
         copy([draft.targets[number] for number in at_once], [sources[number] for number in at_once])
         names = [draft.made.pieces[number].name for number in behind]
         targets, sources = [draft.targets[number] for number in behind], [sources[number] for number in behind]
+        if later.verify:
+            copy(targets, sources)
         watch = Watch(names, sources, draft.step, later.verify)
         copying = cuda.after_this(sources) if cuda.is_used() else copy
 
         def finish() -> None:
             try:
-                copying(targets, sources)
+                if not later.verify:
+                    copying(targets, sources)
                 name = watch.written(targets)
                 if name:
                     draft.wrong = f"{name} was written to while it was copied, outside of an optimizer's step"

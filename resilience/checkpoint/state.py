@@ -28,6 +28,11 @@ class Part(Protocol):
     name: str
     together: bool  # whether its state takes all ranks to form
     any_world: bool  # whether its state means the same to any rank of a job with more or fewer of them
+    weights: bool  # whether it is what ``weights_only`` restores
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """The optimizer that it keeps the state of, if that is what it does: a rollback drops the gradients it would use."""
 
     def state(self) -> Any:
         """Return its state now. Tensors may be the live ones: they are copied before training goes on."""
@@ -59,6 +64,8 @@ class Module:
 
     any_world = True
     together = False
+    weights = True
+    optimizer = None
 
     def __init__(self, name: str, module: torch.nn.Module, replicated: bool) -> None:
         self.name = name
@@ -136,6 +143,8 @@ class Stateful:
     """Anything with ``state_dict`` and ``load_state_dict``: loaders, schedulers, samplers, gradient scalers."""
 
     together = False
+    weights = False
+    optimizer = None
 
     def __init__(self, name: str, thing: Any, replicated: bool = False) -> None:
         self.name = name
@@ -166,6 +175,8 @@ class Random:
     name = "rng"
     any_world = False
     together = False
+    weights = False
+    optimizer = None
 
     def state(self) -> Any:
         """See :class:`Part`."""

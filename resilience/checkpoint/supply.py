@@ -80,7 +80,7 @@ class Supply:
         if _is_function(loader):
             from_here: Iterator[Any] = iter(loader(number))
             return from_here
-        epoch, into = (self._epoch, self._into) if _has_state(loader) else divmod(number, len(loader))
+        epoch, into = (self._epoch, self._into) if _has_state(loader) else divmod(number, _length(loader))
         setter = _set_epoch_of(loader)
         if setter is not None:
             setter(epoch + self.orders * _STRIDE)
@@ -117,6 +117,23 @@ def _has_state(loader: Any) -> bool:
     return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
 
 
+def _has_length(loader: Any) -> bool:
+    try:
+        return len(loader) >= 0
+    except TypeError:  # a DataLoader of an IterableDataset has the method, and no length
+        return False
+
+
+def _length(loader: Any) -> int:
+    length = len(loader)
+    if length == 0:
+        raise ConfigError(
+            "the loader is empty: its length is 0. No batch was given out. Look at its data set and its batch size: drop_last=True "
+            "leaves out a batch that is not full."
+        )
+    return length
+
+
 def _is_function(loader: Any) -> bool:
     return callable(loader) and (isinstance(loader, type) or not hasattr(loader, "__iter__"))
 
@@ -149,7 +166,7 @@ def _check(loader: Any, kept: bool, reorder: bool) -> None:
                 "Nothing was trained on. FlashCheckpoint(…, loader=loader)."
             )
         return
-    if not hasattr(loader, "__len__"):
+    if not _has_length(loader):
         raise ConfigError(
             f"a {type(loader).__qualname__} can't be gone back in: it has no length and no state. {advice}"
         )

@@ -19,20 +19,52 @@ from resilience.errors import CheckpointError, ConfigError
 
 _LOG = logging.getLogger("resilience.checkpoint")
 _LARGEST = 1 << 62  # steps are kept in words of 64 bits, one more than themselves
-_open: weakref.WeakValueDictionary[tuple[int, str], Any] = weakref.WeakValueDictionary()  # by process and directory
+_open: weakref.WeakValueDictionary[tuple[int, str], Stay] = weakref.WeakValueDictionary()  # by process and directory
 
 
-def enter(directory: Where, checkpoint: Any) -> None:
-    """Take a directory for a checkpoint of this process. Raises :class:`ConfigError` while another one has it: both would write
-    into the same memory."""
-    key = (os.getpid(), str(directory) if isinstance(directory, Url) else os.path.realpath(directory))
-    other = _open.get(key)
-    if other is not None and not other.is_closed:
-        raise ConfigError(
-            f"{directory}: another FlashCheckpoint of this process is open on it. Nothing was set up. close() that one first, or "
-            "give each a directory of its own."
-        )
-    _open[key] = checkpoint
+class Stay:
+    """A checkpoint's time on its directory, from its opening to its end, in the process that opened it.
+
+    Raises :class:`ConfigError` while another one of this process is there: both would write into the same memory.
+    """
+
+    def __init__(self, directory: Where, checkpoint: Any) -> None:
+        self.is_over, self._pid = False, os.getpid()
+        key = (self._pid, str(directory) if isinstance(directory, Url) else os.path.realpath(directory))
+        other = _open.get(key)
+        if other is not None and not other.is_over:
+            raise ConfigError(
+                f"{directory}: another FlashCheckpoint of this process is open on it. Nothing was set up. close() that one first, "
+                "or give each a directory of its own."
+            )
+        self._leave = _leave_at_exit(checkpoint)
+        _open[key] = self
+
+    def check(self) -> None:
+        """Raise if it is over, or that of the process that this one was forked from."""
+        if self.is_over or os.getpid() != self._pid:
+            raise CheckpointError("this FlashCheckpoint is closed, or belongs to another process.")
+
+    def end(self) -> bool:
+        """End it; return whether there is anybody to take leave of: not a second time, and not in a process that was forked."""
+        if self.is_over:
+            return False
+        self.is_over = True
+        atexit.unregister(self._leave)
+        return os.getpid() == self._pid
+
+
+def _leave_at_exit(checkpoint: Any) -> Callable[[], None]:
+    """Have a process that ends in good order without ``close()`` take leave all the same; one that raised does not."""
+    known = weakref.ref(checkpoint)
+
+    def leave() -> None:
+        left = known()
+        if left is not None and getattr(sys, "last_value", None) is None:
+            left.close()
+
+    atexit.register(leave)
+    return leave
 
 
 def earlier_step(directory: Where, in_memory: Sequence[int]) -> int | None:
@@ -45,19 +77,6 @@ def earlier_step(directory: Where, in_memory: Sequence[int]) -> int | None:
         _LOG.warning("%s What is in memory can be gone on from.", error)
         return max(in_memory)
     return stored[0].manifest.step if stored else None
-
-
-def leave_at_exit(checkpoint: Any) -> Callable[[], None]:
-    """Have a process that ends in good order without ``close()`` take leave all the same; one that raised does not."""
-    known = weakref.ref(checkpoint)
-
-    def leave() -> None:
-        left = known()
-        if left is not None and getattr(sys, "last_value", None) is None:
-            left.close()
-
-    atexit.register(leave)
-    return leave
 
 
 class Turns:
@@ -97,7 +116,7 @@ class Turns:
         if step < self._last:
             raise CheckpointError(
                 f"save({step}): step {self._last} was saved before it, and the largest step counts as the newest. Nothing was "
-                "saved. Count steps over all epochs; to go back, restore(step=N)."
+                "saved. Count steps over all epochs; to go back, rollback() or restore(step=N)."
             )
 
     def saved(self, step: int) -> None:

@@ -10,8 +10,12 @@ import errno
 import os
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+from resilience.checkpoint import digest
+from resilience.checkpoint.manifest import File
 
 # What is under way at once. After each write we wait for a processor, behind the training: where all are busy, writes of 16 MiB
 # take 1.2 times as long as such of 32. A data loader's read waits for the disk: up to 7 ms with 16 MiB, 14 with 32, 23 with 64.
@@ -86,3 +90,44 @@ def _write_all(fd: int, data: memoryview, at: int) -> int:
             raise OSError(errno.ENOSPC, "the file system takes no more")
         done += wrote
     return done
+
+
+def write_file(
+    path: Path,
+    rank: int,
+    head: bytes,
+    data: memoryview,
+    *,
+    digests: Sequence[str] = (),
+    progress: Callable[[int], None] = lambda nbytes: None,
+    clock: Stopwatch | None = None,
+) -> File:
+    """Write a file: a header of whole blocks (or none), then data. It is on the disk when this returns. Raises ``OSError``.
+
+    Hazard: data is read twice, by the disk and for its digests; if it changes meanwhile the file is refused when it is read.
+
+    ``digests``: of the data's chunks, where they are known; else each piece's are computed in a thread while it is written.
+    ``progress``: called with the number of bytes of data in each piece that is written.
+    ``clock``: told the time for ``digest``, ``write`` and ``fsync``; of the first two only the longer one is waited for.
+    """
+    clock = clock or Stopwatch()
+    size = digest.chunk_size(len(data))
+
+    def digested(piece: memoryview) -> list[str]:
+        with clock("digest"):
+            return digest.digests(piece, size)
+
+    if not digests and len(data) <= size:
+        digests = digested(data)  # not worth a thread
+    found = [*([digest.digest(head)] if head else []), *digests]
+    with Writer(path) as writer, ThreadPoolExecutor(1, "resilience-digest") as beside:
+        writer.write_buffered(memoryview(head), 0)  # bytes stand at odd addresses, which direct writes refuse
+        for start, end in digest.chunks(len(data), size * max(1, PIECE // size)):
+            pending = None if digests else beside.submit(digested, data[start:end])
+            with clock("write"):
+                writer.write(data[start:end], len(head) + start)
+            found += pending.result() if pending is not None else []
+            progress(end - start)
+        with clock("fsync"):
+            writer.finish(len(head) + len(data))
+    return File(path.name, rank, len(head) + len(data), len(head), size, tuple(found))

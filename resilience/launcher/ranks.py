@@ -27,10 +27,11 @@ def assign(members: Sequence[Member], by_infra: bool) -> dict[str, int]:
     """Return the rank of every member.
 
     ``by_infra``: in the order of the infrastructure's ranks, whatever a node had before; nodes without one, and nodes that
-    claim the same one, follow in the order of their descriptors. Otherwise: a node keeps the rank it had, gaps are filled by
-    newcomers in the order of their descriptors.
+    claim the same one, follow in the order of their descriptors. Otherwise, and where no node has one: a node keeps the rank it
+    had, gaps are filled by newcomers in the order of their descriptors.
     """
-    return _by_infra(members) if by_infra else _by_descriptor(members)
+    given = any(member.infra is not None for member in members)
+    return _by_infra(members) if by_infra and given else _by_descriptor(members)
 
 
 def _by_infra(members: Sequence[Member]) -> dict[str, int]:

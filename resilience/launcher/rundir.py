@@ -20,6 +20,7 @@ from resilience.errors import ConfigError
 KEPT_RUNS = 50
 _MAX_PARENT_BYTES = 70
 _JUST_MADE_S = 60.0
+_TRIES, _AGAIN_S = 5, 0.05
 _STILL_WRITTEN_S = 24 * 3600.0
 
 
@@ -95,8 +96,12 @@ class Scratch:
         (self.path / "owner.new").rename(self.path / "owner")  # locked before anybody can find it
 
     def remove(self) -> None:
-        """Take it away."""
-        shutil.rmtree(self.path, ignore_errors=True)
+        """Take it away. Somebody who is ending too may put something into it, or take it out, meanwhile."""
+        for _ in range(_TRIES):
+            shutil.rmtree(self.path, ignore_errors=True)
+            if not self.path.exists():
+                break
+            time.sleep(_AGAIN_S)
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
@@ -106,6 +111,9 @@ def _sweep(path: Path) -> None:
     """Remove a scratch directory whose launcher is gone."""
     try:
         just_made = time.time() - path.stat().st_mtime < _JUST_MADE_S
+    except OSError:
+        return  # another launcher sweeps too
+    try:
         lock = _lock(path / "owner", create=False)
     except FileNotFoundError:
         if not just_made:

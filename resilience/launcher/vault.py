@@ -84,6 +84,10 @@ class Vault:
             for fd in before:
                 os.close(fd)
             self._held[key] = (message, fds)
+        elif message.get("op") == "forget":
+            for rank in message["ranks"]:
+                for fd in self._held.pop((str(message["directory"]), int(rank)), ({}, []))[1]:
+                    os.close(fd)
         elif message.get("op") == "round":
             self._rounds[str(message["directory"])] = message
         else:

@@ -32,7 +32,7 @@ import pytest
 import torch
 from torch import nn
 
-from resilience.checkpoint import digest, hire, manifest, reading, storage, turns
+from resilience.checkpoint import digest, hire, manifest, reading, turns
 from resilience.checkpoint.flash import FlashCheckpoint
 from resilience.checkpoint.link import Place
 from resilience.checkpoint.manifest import File, Manifest
@@ -42,7 +42,9 @@ from resilience.checkpoint.restore import Wish, load_parts
 from resilience.checkpoint.saver import restores
 from resilience.checkpoint.saver.process import Saver
 from resilience.checkpoint.state import parts_of
-from resilience.checkpoint.storage import Directory, DirectoryInUse
+from resilience.checkpoint.stores import local
+from resilience.checkpoint.stores.claims import DirectoryInUse
+from resilience.checkpoint.stores.local import Directory
 from resilience.checkpoint.together import Together
 from resilience.errors import CheckpointError, NothingToRestore
 
@@ -182,6 +184,13 @@ class Found:
     error: BaseException | None = None
 
 
+class Nobody(dict[Any, Any]):
+    """Forgets at once who is on a directory."""
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        pass
+
+
 @contextlib.contextmanager
 def job(home: Path) -> Iterator[list[tuple[Rank, FlashCheckpoint]]]:
     """Two ranks and their saver, all of them in this process, and their end in good order."""
@@ -193,7 +202,7 @@ def job(home: Path) -> Iterator[list[tuple[Rank, FlashCheckpoint]]]:
     try:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(hire, "find_or_start", lambda run, directory: saver.path)
-            patch.setattr(turns, "enter", lambda directory, checkpoint: None)  # as ranks have processes of their own
+            patch.setattr(turns, "_open", Nobody())  # as ranks have processes of their own
             for number in range(WORLD):
                 patch.setenv("RANK", str(number))
                 patch.setenv("LOCAL_RANK", str(number))
@@ -795,7 +804,7 @@ def refusal(folder: Path, found: Manifest | None, rank: Rank, name: str) -> str:
     """Say what is wrong with how a damaged file is refused: nothing, if the error names it. ``found``: its manifest,
     where that is good."""
     try:
-        read(folder, found or storage.read_manifest(folder), rank)
+        read(folder, found or local.read_manifest(folder), rank)
     except CheckpointError as error:
         return "" if name in str(error) or name == manifest.NAME else f"no file is named: {error!r}"
     except Exception as error:  # noqa: BLE001 - what may come is what this is about
@@ -819,7 +828,7 @@ def test_one_flipped_bit_in_any_byte_is_refused_by_a_rank_that_reads_it_and_the_
 ) -> None:
     noise, wrong, count = random.Random(1), [], 0
     folder = home / NEWEST
-    good = storage.read_manifest(folder)
+    good = local.read_manifest(folder)
     for path in of_step(pristine, NEWEST):
         name, data = Path(path).name, pristine[path]
         known, rank = None if name == manifest.NAME else good, Rank(int("00001.values" in name))
@@ -849,7 +858,7 @@ def test_file_that_ends_anywhere_or_goes_on_is_refused_and_named(home: Path, pri
             said = refusal(folder, None, rank, name)
             wrong += [f"{name} with {len(more)} bytes more: {said}"] if said else []
         put(folder / name, data)
-    read(folder, storage.read_manifest(folder), rank)
+    read(folder, local.read_manifest(folder), rank)
     assert_none(wrong + _foreign)
 
 
@@ -857,7 +866,7 @@ def test_file_that_ends_anywhere_or_goes_on_is_refused_and_named(home: Path, pri
 def test_damage_that_the_digests_do_not_show_gives_no_other_kind_of_error_either(home: Path, pristine: Tree) -> None:
     """As of a memory that was damaged before it was written: values may differ then, but nothing else happens."""
     noise, wrong, rank, folder = random.Random(2), [], Rank(0), home / NEWEST
-    good = storage.read_manifest(folder)
+    good = local.read_manifest(folder)
     for name in ("rank-00000.values", "rank-00000.safetensors"):
         data, is_shard = pristine[f"{NEWEST}/{name}"], name.endswith(".safetensors")
         end = len(data[: head_of(data)].rstrip(b" ")) if is_shard else len(data)

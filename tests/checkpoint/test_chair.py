@@ -250,6 +250,31 @@ def test_write_of_a_node_that_is_gone_fails_after_a_while_and_not_at_once() -> N
     assert "is gone" in table.take(0, "failed")[0]["why"]
 
 
+def test_write_of_an_earlier_cycle_that_a_lost_node_was_part_of_is_dropped_and_said_with_its_step() -> None:
+    table = Table()
+    table.sealed(0, 2, step=1, want=True)
+    table.chair.lost(2, 0.0)
+    table.chair.new_round(2, 1)
+    table.join(0)
+    table.chair.tick(GONE_S + 1)
+    table.deliver()
+    assert [message["op"] for message in table.told[0] if message["op"] in ("failed", "dropped")] == ["dropped"]
+    (said,) = table.take(0, "aloud")
+    assert "step 1 is not on disk: the node with rank 2 is gone" in said["text"]
+
+
+@pytest.mark.parametrize(("chair", "peer"), [(True, ()), (False, ("host", 1, ""))], ids=["rank 0's", "the other"])
+def test_nodes_that_do_not_all_want_copies_are_told(chair: bool, peer: tuple[Any, ...]) -> None:
+    table = Table(join=False)
+    table.chair = Chair(NEVER, NEVER, replicate=chair)
+    table.chair.new_round(4, 0)
+    table.join(0, peer=("host", 2, "") if chair else ())
+    table.join(2, peer=peer)
+    (said,) = table.take(0, "aloud")
+    assert "replicas= is not the same on all nodes" in said["text"]
+    assert [message["peers"] for message in table.take(2, "peers")] == ([[(0, "host", 2, "")]] if chair else [])
+
+
 def test_node_whose_saver_came_back_is_told_again_what_to_write() -> None:
     table = Table()
     table.sealed(0, 2, step=3, want=True)

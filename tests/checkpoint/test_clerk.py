@@ -19,8 +19,9 @@ from resilience.checkpoint import digest, writing
 from resilience.checkpoint.arena import Slot
 from resilience.checkpoint.ledger import Ledger, Seal
 from resilience.checkpoint.saver.clerk import Clerk, Part, Written, commit, digests_of, parts_of, persist, prune
-from resilience.checkpoint.saver.seats import Write
-from resilience.checkpoint.storage import Directory, DirectoryInUse
+from resilience.checkpoint.saver.writes import Write
+from resilience.checkpoint.stores.claims import DirectoryInUse
+from resilience.checkpoint.stores.local import Directory
 from resilience.errors import CheckpointError
 
 DATA, HEADER, VALUES = b"d" * 10_000, b"h" * 4096, b"the values"

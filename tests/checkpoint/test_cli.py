@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,9 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from resilience.__main__ import main
-from resilience.checkpoint import encoding, export
+from resilience.checkpoint import digest, encoding, export
 from resilience.checkpoint.flash import FlashCheckpoint
+from resilience.checkpoint.manifest import Manifest
 
 pytestmark = pytest.mark.spawns
 
@@ -73,6 +75,29 @@ def test_show_names_tensors_and_values(home: Path, capsys: pytest.CaptureFixture
     assert "step 1, generation" in said
 
 
+@pytest.mark.parametrize("at", [10, 20, 200])
+def test_show_names_the_file_whose_header_is_damaged(home: Path, at: int, capsys: pytest.CaptureFixture[str]) -> None:
+    path = home / "step-00000002" / "rank-00000.safetensors"
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+    assert main(["checkpoint", "show", str(home)]) == 2
+    assert f"{path}: the digest of its header is wrong." in capsys.readouterr().err
+
+
+def test_show_names_the_file_whose_header_was_written_wrong(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = home / "step-00000002" / "rank-00000.safetensors"
+    manifest = Manifest.from_bytes((path.parent / "manifest.json").read_bytes())
+    file = manifest.shards[0]
+    data = path.read_bytes()
+    head = data[: file.head].replace(b"__metadata__", b"__metabata__")
+    path.write_bytes(head + data[file.head :])
+    told = replace(file, digests=(digest.digest(head), *file.digests[1:]))
+    (path.parent / "manifest.json").write_bytes(replace(manifest, shards=(told,)).as_bytes())
+    assert main(["checkpoint", "show", str(home)]) == 2
+    assert f"{path}: the header can't be read" in capsys.readouterr().err
+
+
 def test_export_in_three_forms_holds_the_same_tensors(
     home: Path, tmp_path: Path, model: nn.Module, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -95,6 +120,14 @@ def test_prune_keeps_the_newest(home: Path, capsys: pytest.CaptureFixture[str]) 
     assert sorted(path.name for path in home.glob("step-*")) == ["step-00000002"]
     assert main(["checkpoint", "prune", str(home), "--keep", "0"]) == 2
     assert "at least one stays" in capsys.readouterr().err
+
+
+def test_prune_that_would_keep_every_so_many_less_than_none_removes_nothing(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["checkpoint", "prune", str(home), "--keep", "1", "--keep-every", "-3"]) == 2
+    assert "--keep-every=-3: give a number of steps" in capsys.readouterr().err
+    assert len(list(home.glob("step-*"))) == 3
 
 
 def test_form_of_an_export_follows_from_the_name(

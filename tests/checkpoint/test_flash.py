@@ -26,7 +26,8 @@ import resilience
 from resilience.checkpoint.flash import FlashCheckpoint
 from resilience.checkpoint.guard import Guard
 from resilience.checkpoint.receipt import Level, Receipt
-from resilience.checkpoint.storage import Directory, DirectoryInUse, read_manifest, write_manifest
+from resilience.checkpoint.stores.claims import DirectoryInUse
+from resilience.checkpoint.stores.local import Directory, read_manifest, write_manifest
 from resilience.errors import CheckpointError, ConfigError, NothingToRestore, SaveError
 from tests.checkpoint.conftest import savers
 from tests.jobs import wait_for
@@ -635,7 +636,7 @@ def test_directory_that_can_not_be_made_is_refused_in_words(saver_home: Path) ->
 def test_disk_that_has_no_room_for_one_checkpoint_is_said_before_step_0(
     home: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("resilience.checkpoint.storage.free_bytes", lambda path: 1_000_000)
+    monkeypatch.setattr("resilience.checkpoint.stores.local.free_bytes", lambda path: 1_000_000)
     with FlashCheckpoint(home, model=nn.Linear(1000, 1000), disk_every=None):
         assert re.search(
             r"checkpoints has 0\.00 GB left, one checkpoint of this node takes about 0\.00 GB", caplog.text

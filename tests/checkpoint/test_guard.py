@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -16,7 +17,7 @@ from torch import nn
 import resilience
 from resilience.checkpoint.flash import FlashCheckpoint
 from resilience.checkpoint.guard import Guard, GuardError
-from resilience.checkpoint.storage import Directory
+from resilience.checkpoint.stores.local import Directory
 from resilience.errors import CheckpointError, ConfigError
 
 END = 30
@@ -192,6 +193,31 @@ def test_bad_step_before_anything_is_saved_is_only_left_out(home: Path, caplog: 
     assert "its update is left out" in caplog.text
 
 
+def test_several_bad_steps_before_anything_is_saved_are_only_left_out(
+    home: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    training = Training(Loader({0: math.nan, 1: math.nan, 2: math.inf}), nn.Linear(4, 1))
+    guarded(home, training)
+    assert training.steps == list(range(END))
+    assert training.loader.number == END + 3
+    assert "left out, since nothing is saved yet to go back to, time 3 of at most 3." in caplog.text
+    assert all(bool(parameter.isfinite().all()) for parameter in training.model.parameters())
+
+
+@pytest.mark.parametrize("most", [1, 3])
+def test_training_that_is_bad_from_the_start_ends_with_an_error_that_says_so(home: Path, most: int) -> None:
+    training = Training(Loader(dict.fromkeys(range(100), math.nan)), nn.Linear(4, 1))
+    with pytest.raises(GuardError) as caught:
+        guarded(home, training, max_rollbacks=most)
+    assert training.steps == []
+    assert (
+        f"step 0, batch {most} (rank 0: loss nan, grad_norm nan), after {most} times that nothing was saved yet"
+        in str(caught.value)
+    )
+    assert str(caught.value).count("nothing is saved yet") == most
+    assert "What is saved" not in str(caught.value)
+
+
 def test_training_that_stays_bad_ends_with_an_error_that_names_everything(home: Path) -> None:
     training = Training(Loader(dict.fromkeys(range(13, 100), math.nan)))
     with pytest.raises(GuardError) as caught:
@@ -201,6 +227,7 @@ def test_training_that_stays_bad_ends_with_an_error_that_names_everything(home: 
     assert "step 13, batch 13 (rank 0: loss nan, grad_norm nan): back to step 12" in text
     assert ": back to step 11" in text
     assert ": back to step 10" in text
+    assert "What is saved is the last good step." in text
     again = Training(Loader())
     with FlashCheckpoint(home, disk_every=None, slots=4, **again.things()) as checkpoint:
         assert checkpoint.restore() == 11, "what is saved is good"
@@ -310,6 +337,37 @@ def test_what_can_not_be_meant_is_refused(home: Path, monkeypatch: pytest.Monkey
         next(iter(guard.steps([1.0], 0, 1)))
         with pytest.raises(ConfigError, match="nothing to judge"):
             guard.bad()
+
+
+@pytest.mark.parametrize("lagged", [False, True])
+def test_what_is_no_single_number_is_refused_in_words(home: Path, lagged: bool) -> None:
+    with FlashCheckpoint(home, **Training(Loader()).things()) as checkpoint:
+        guard = Guard(checkpoint, lagged=lagged)
+        checkpoint.restore(allow_fresh_start=True)
+        next(iter(guard.steps([1.0], 0, 1)))
+        wrong: list[tuple[Any, str]] = [
+            (torch.ones(3), r"loss=…\) was given a tensor of shape \[3\] and torch.float32"),
+            (torch.ones(0), r"a tensor of shape \[0\]"),
+            (torch.tensor(1j), "torch.complex64"),
+            ("1.0", "a str, which is no single real number"),
+            (1j, "a complex"),
+            ([1.0], "a list"),
+            (np.ones(3), "a ndarray"),
+            (10**400, "an? int .*too large"),
+        ]
+        for value, match in wrong:
+            with pytest.raises(ConfigError, match=match):
+                guard.bad(value)
+            with pytest.raises(ConfigError, match=r"guard.bad\(grad_norm=…\)"):
+                guard.bad(1.0, value)
+        for value in (
+            1,
+            True,
+            np.float32(1),
+            torch.ones(1, 1),
+            torch.tensor(1, dtype=torch.bfloat16, requires_grad=False),
+        ):
+            assert not guard.bad(value)
 
 
 def test_its_words_are_warnings_where_it_was_seen(home: Path, caplog: pytest.LogCaptureFixture) -> None:

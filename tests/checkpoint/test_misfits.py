@@ -17,7 +17,7 @@ from resilience.checkpoint import encoding
 from resilience.checkpoint.flash import FlashCheckpoint
 from resilience.checkpoint.receipt import Level
 from resilience.checkpoint.restore import MisfitError
-from resilience.checkpoint.storage import Directory
+from resilience.checkpoint.stores.local import Directory
 from resilience.errors import CheckpointError, ConfigError, NothingToRestore
 
 pytestmark = pytest.mark.spawns

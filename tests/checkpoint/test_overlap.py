@@ -14,10 +14,10 @@ import pytest
 import torch
 from torch import nn
 
-from resilience.checkpoint import overlap, stager
+from resilience.checkpoint import stager, watch
 from resilience.checkpoint.flash import FlashCheckpoint
-from resilience.checkpoint.overlap import Watch
 from resilience.checkpoint.receipt import Level
+from resilience.checkpoint.watch import Watch
 from resilience.errors import ConfigError
 
 pytestmark = pytest.mark.spawns
@@ -30,10 +30,11 @@ def home(saver_home: Path, tmp_path: Path) -> Path:
 
 
 class Gate:
-    """Holds every copy behind the training when its bytes are there, until it is opened."""
+    """Holds every copy behind the training when its bytes are there, until it is opened; or already before, until it may begin."""
 
     def __init__(self) -> None:
-        self.copied, self.open = threading.Event(), threading.Event()
+        self.copied, self.open, self.begin = threading.Event(), threading.Event(), threading.Event()
+        self.begin.set()
 
     def shut(self) -> None:
         self.copied.clear()
@@ -45,13 +46,16 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     gate, plain = Gate(), stager.copy
 
     def held(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+        behind = threading.current_thread().name == "resilience-copy"
+        assert not behind or gate.begin.wait(60)
         plain(targets, sources)
-        if threading.current_thread().name == "resilience-copy":
+        if behind:
             gate.copied.set()
             assert gate.open.wait(60)
 
     monkeypatch.setattr(stager, "copy", held)
     yield gate
+    gate.begin.set()
     gate.open.set()
 
 
@@ -120,7 +124,7 @@ def test_what_is_saved_is_what_was_there_whatever_the_next_step_does(home: Path,
     model = net()
     optimizer = MAKERS[maker](model.parameters())
     things = {"model": model, "optimizer": optimizer}
-    with FlashCheckpoint(home, mode="overlap", verify=True, disk_every=None, **things) as checkpoint:
+    with FlashCheckpoint(home, mode="overlap", disk_every=None, **things) as checkpoint:
         for step in range(4):
             steps(model, optimizer, step)
             receipt = checkpoint.save(step, wait=60)
@@ -139,7 +143,7 @@ def test_buffers_averages_and_what_no_optimizer_has_are_copied_before_save_retur
     average = torch.optim.swa_utils.AveragedModel(model)
     things = {"model": model, "optimizer": optimizer, "average": average}
     gate.open.set()
-    with FlashCheckpoint(home, mode="overlap", verify=True, disk_every=None, **things) as checkpoint:
+    with FlashCheckpoint(home, mode="overlap", disk_every=None, **things) as checkpoint:
         usual(model, optimizer, 0)
         gate.shut()
         checkpoint.save(0)
@@ -160,7 +164,7 @@ def test_two_optimizers_each_wait_for_the_copy(home: Path) -> None:
     first = torch.optim.Adam(model[0].parameters())
     second = torch.optim.SGD(model[3].parameters(), lr=0.5)
     things = {"model": model, "first": first, "second": second}
-    with FlashCheckpoint(home, mode="overlap", verify=True, disk_every=None, **things) as checkpoint:
+    with FlashCheckpoint(home, mode="overlap", disk_every=None, **things) as checkpoint:
         for step in range(4):
             usual(model, first, step)
             usual(model, second, step)
@@ -183,7 +187,7 @@ def test_optimizer_that_steps_inside_backward_waits_too(home: Path) -> None:
             optimizer.zero_grad()
 
         parameter.register_post_accumulate_grad_hook(advance)
-    with FlashCheckpoint(home, mode="overlap", verify=True, disk_every=None, model=model, **optimizers) as checkpoint:
+    with FlashCheckpoint(home, mode="overlap", disk_every=None, model=model, **optimizers) as checkpoint:
         for step in range(3):
             backward(model, step)
             checkpoint.save(step, wait=60)
@@ -199,9 +203,7 @@ def test_compiled_model_is_saved_like_any_other(home: Path) -> None:
     model = net()
     optimizer = torch.optim.Adam(model.parameters())
     compiled = torch.compile(model, backend="eager")
-    with FlashCheckpoint(
-        home, mode="overlap", verify=True, disk_every=None, model=compiled, optimizer=optimizer
-    ) as checkpoint:
+    with FlashCheckpoint(home, mode="overlap", disk_every=None, model=compiled, optimizer=optimizer) as checkpoint:
         for step in range(3):
             usual(compiled, optimizer, step)
             checkpoint.save(step, wait=60)
@@ -311,6 +313,38 @@ def test_save_whose_tensors_are_written_meanwhile_fails_and_names_one_and_later_
         assert checkpoint.wait().level is Level.DURABLE, later
 
 
+@pytest.mark.parametrize("write", [by_hand, by_data, by_numpy])
+def test_write_that_comes_before_the_copy_is_found_too(
+    home: Path, gate: Gate, write: Callable[[nn.Parameter], None]
+) -> None:
+    """The copy is like the tensor then, and neither is what was saved."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with FlashCheckpoint(home, mode="overlap", model=model, optimizer=optimizer) as checkpoint:
+        gate.begin.clear()
+        gate.open.set()
+        receipt = checkpoint.save(0)
+        write(model[0].weight)
+        gate.begin.set()
+        checkpoint.wait()
+        assert receipt.level is Level.FAILED
+        assert "model.0.weight was written to while it was copied" in receipt.reason
+
+
+@pytest.mark.parametrize("write", [by_data, by_numpy])
+def test_verifying_save_is_copied_before_anybody_can_write(home: Path, write: Callable[[nn.Parameter], None]) -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with FlashCheckpoint(home, mode="overlap", verify=True, model=model, optimizer=optimizer) as checkpoint:
+        there = state_of(model=model)
+        receipt = checkpoint.save(0)
+        write(model[0].weight)
+        checkpoint.wait()
+        if receipt.level is not Level.FAILED:  # it was compared before
+            checkpoint.restore()
+            assert equal(state_of(model=model), there)
+
+
 def test_copy_that_fails_is_a_failed_save_and_training_goes_on(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -350,10 +384,10 @@ def test_watch_finds_every_change_if_all_bytes_are_compared() -> None:
     for index, tensor in enumerate(tensors):
         for position in range(0, tensor.numel(), 37):
             copies = [one.clone(memory_format=torch.contiguous_format) for one in tensors]  # as slots are
-            watch = Watch(names, tensors, 5, everything=True)
-            assert watch.written(copies) == ""
+            look = Watch(names, tensors, 5, everything=True)
+            assert look.written(copies) == ""
             copies[index].view(-1)[position] = float("nan")
-            assert watch.written(copies) == names[index]
+            assert look.written(copies) == names[index]
 
 
 def test_watch_takes_nan_for_itself_and_other_bits_for_another() -> None:
@@ -373,13 +407,61 @@ def test_places_that_are_compared_are_everywhere_in_time() -> None:
 
 
 def test_many_tensors_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(overlap, "_MOST", 3)
+    monkeypatch.setattr(watch, "_MOST", 3)
     tensors = [torch.zeros(2) for _ in range(10)]
     copies = [tensor.clone() for tensor in tensors]
     copies[7][0] = 1.0
     names = [f"t{number}" for number in range(10)]
     found = [Watch(names, tensors, turn, everything=False).written(copies) for turn in range(10)]
     assert set(found) == {"", "t7"}
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.zeros(1000),
+        torch.zeros(40, 10).t(),
+        torch.zeros(()),
+        torch.zeros(3),
+        torch.zeros(50, dtype=torch.cfloat).conj(),
+    ],
+    ids=["straight", "across", "one number", "few", "conjugated"],
+)
+def test_watch_finds_what_was_written_before_the_copy(tensor: torch.Tensor) -> None:
+    look = Watch(["x"], [tensor], 3, everything=False)
+    assert look.written([tensor.clone(memory_format=torch.contiguous_format).resolve_conj()]) == ""
+    tensor.data.fill_(7.0)
+    assert look.written([tensor.clone(memory_format=torch.contiguous_format).resolve_conj()]) == "x"
+
+
+_FORKS = """
+import os, sys, threading, torch
+from resilience.checkpoint import stager
+from resilience.checkpoint.flash import FlashCheckpoint
+plain, forked = stager.copy, threading.Event()
+def slow(targets, sources):
+    if threading.current_thread().name == "resilience-copy":
+        forked.wait()
+    plain(targets, sources)
+stager.copy = slow
+model = torch.nn.Linear(10, 10)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+with FlashCheckpoint(sys.argv[1], mode="overlap", model=model, optimizer=optimizer) as checkpoint:
+    checkpoint.save(0)
+    child = os.fork()
+    if not child:
+        optimizer.step()
+        sys.exit(7)
+    forked.set()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+"""
+
+
+def test_child_that_is_forked_while_a_copy_is_made_waits_for_nobody(home: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _FORKS, str(home)], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
 
 
 _ENDS = """

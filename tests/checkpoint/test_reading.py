@@ -19,7 +19,7 @@ import numpy
 import pytest
 import torch
 
-from resilience.checkpoint import decoding, digest, encoding, shards, storage
+from resilience.checkpoint import decoding, digest, encoding, shards, writing
 from resilience.checkpoint.manifest import Manifest
 from resilience.checkpoint.plan import LEADER, OWN, SHARED, Collector, make_plan
 from resilience.checkpoint.reading import Check, Opened, open_disk, open_memory, share_of_cores
@@ -27,6 +27,7 @@ from resilience.checkpoint.shards import ShardError, Wanted
 from resilience.checkpoint.source import DamagedError, Ref, Shard, Source
 from resilience.checkpoint.stager import copy
 from resilience.checkpoint.state import Module
+from resilience.checkpoint.stores import local
 from resilience.errors import CheckpointError
 
 WORLD = 3
@@ -395,15 +396,15 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for rank in range(WORLD):
         header, data, encoded = staged(rank)
         name = f"rank-{rank:05d}"
-        files.append(storage.write_file(tmp_path / f"{name}.safetensors", rank, header, memoryview(data)))
-        values.append(storage.write_file(tmp_path / f"{name}.values", rank, b"", memoryview(encoded)))
+        files.append(writing.write_file(tmp_path / f"{name}.safetensors", rank, header, memoryview(data)))
+        values.append(writing.write_file(tmp_path / f"{name}.values", rank, b"", memoryview(encoded)))
     assert all(len(file.digests) >= 3 for file in files)
-    storage.write_manifest(tmp_path, Manifest(7, 1, 0, WORLD, 1.0, tuple(files), tuple(values)))
+    local.write_manifest(tmp_path, Manifest(7, 1, 0, WORLD, 1.0, tuple(files), tuple(values)))
     return tmp_path
 
 
 def opened(folder: Path, rank: int) -> Opened:
-    return open_disk(folder, storage.read_manifest(folder), rank)
+    return open_disk(folder, local.read_manifest(folder), rank)
 
 
 def read_all(folder: Path, manifest: Manifest, rank: int = 0) -> None:
@@ -455,7 +456,7 @@ def flip(path: Path, at: int) -> None:
 def test_flipped_bit_in_any_header_is_refused_at_once(folder: Path, peer: int, at: int) -> None:
     flip(folder / f"rank-{peer:05d}.safetensors", at)
     with pytest.raises(CheckpointError, match="header"):
-        read_all(folder, storage.read_manifest(folder))
+        read_all(folder, local.read_manifest(folder))
 
 
 @pytest.mark.parametrize("peer", range(WORLD))
@@ -478,7 +479,7 @@ def test_flipped_bit_in_the_values_is_refused(folder: Path, at: int) -> None:
 
 @pytest.mark.parametrize("change", [-1, 1, -5000])
 def test_file_of_another_size_is_refused(folder: Path, change: int) -> None:
-    manifest, path = storage.read_manifest(folder), folder / "rank-00002.safetensors"
+    manifest, path = local.read_manifest(folder), folder / "rank-00002.safetensors"
     os.truncate(path, path.stat().st_size + change)
     with pytest.raises(CheckpointError, match=r"rank-00002\.safetensors has another size"):
         read_all(folder, manifest)
@@ -488,7 +489,7 @@ def test_file_of_another_size_is_refused(folder: Path, change: int) -> None:
 @pytest.mark.parametrize("what", ["pipe", "device", "empty file"])
 def test_what_is_no_file_is_neither_waited_for_nor_read_without_end(folder: Path, name: str, what: str) -> None:
     """All of them are 0 bytes long, and the manifest says so."""
-    good, path = storage.read_manifest(folder), folder / name
+    good, path = local.read_manifest(folder), folder / name
     path.unlink()
     if what == "pipe":
         os.mkfifo(path)
@@ -536,7 +537,7 @@ def test_link_to_a_file_elsewhere_is_read(folder: Path, tmp_path_factory: pytest
 
 
 def test_file_that_is_gone_is_an_error(folder: Path) -> None:
-    manifest = storage.read_manifest(folder)
+    manifest = local.read_manifest(folder)
     (folder / "rank-00002.safetensors").unlink()
     with pytest.raises(FileNotFoundError):
         open_disk(folder, manifest, 2)
@@ -546,7 +547,7 @@ def test_file_that_is_gone_is_an_error(folder: Path) -> None:
 
 def test_files_that_a_rank_needs_nothing_of_are_not_opened(folder: Path) -> None:
     """With a thousand ranks each would read all that all of them wrote."""
-    manifest = storage.read_manifest(folder)
+    manifest = local.read_manifest(folder)
     for rank in (0, 1):
         (folder / f"rank-0000{rank}.safetensors").unlink()
     found = open_disk(folder, manifest, 2)
@@ -614,7 +615,9 @@ class Slots:
             )
 
     def open(self, rank: int, known: Callable[[int], mmap.mmap | None] = lambda fd: None) -> Opened:
-        message = {**self.message, "values": self.values[rank], "digests": self.digests[rank]}
+        mine = {"digests": self.digests[rank]}
+        peers = [{**peer, **(mine if peer["rank"] == rank else {})} for peer in self.message["peers"]]
+        message = {**self.message, "values": self.values[rank], "peers": peers}
         return open_memory(message, [os.dup(fd) for fd in self.fds], rank, WORLD, known)
 
 

@@ -19,7 +19,7 @@ from resilience.checkpoint.saver.restoring import (
     pick,
     set_aside,
 )
-from resilience.checkpoint.storage import Directory
+from resilience.checkpoint.stores.local import Directory
 
 M9, D9 = Candidate((2, 9), MEMORY), Candidate((2, 9), DISK)
 M8, D8 = Candidate((2, 8), MEMORY), Candidate((2, 8), DISK)

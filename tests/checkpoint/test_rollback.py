@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,8 +14,9 @@ import torch
 from resilience.checkpoint.flash import FlashCheckpoint
 from resilience.checkpoint.receipt import Level
 from resilience.checkpoint.saver.restoring import DISK, Back, Candidate, candidates
-from resilience.checkpoint.storage import Directory
+from resilience.checkpoint.stores.local import Directory
 from resilience.errors import CheckpointError, NothingToRestore
+from tests.checkpoint.conftest import savers
 from tests.checkpoint.test_chair import Table, ask
 
 FOUND = candidates([(2, 9), (2, 8)], [Candidate((2, 5), DISK), Candidate((1, 7), DISK), Candidate((1, 3), DISK)])
@@ -51,6 +54,20 @@ def test_all_nodes_go_back_together_and_what_was_written_after_it_is_set_aside()
     assert [table.take(node, "go")[0]["key"] for node in (0, 2)] == [(4, 7)] * 2
 
 
+def test_what_came_to_disk_while_the_ranks_went_back_behind_it_is_set_aside_too() -> None:
+    """When the nodes were asked what is there it was not; when everybody has loaded it is not under way any more."""
+    table = Table()
+    table.sealed(0, 2, step=9, want=True)
+    folder = table.take(0, "decided")[-1]["folder"]
+    held = [(5, 9), (5, 8)]
+    ask(table, {0: held, 2: held}, [], back=[1, None])
+    table.written(0, 2, folder=folder)
+    table.say(0, op="committed", folder=folder, why="")
+    for node in (0, 2):
+        table.say(node, op="loaded", wrong="")
+    assert table.take(0, "aside")[0]["keys"] == [(5, 9)]
+
+
 def test_nodes_that_want_to_go_back_differently_are_refused() -> None:
     table = Table()
     for node in table.nodes:
@@ -58,7 +75,7 @@ def test_nodes_that_want_to_go_back_differently_are_refused() -> None:
         table.say(
             node, op="ask", step=None, back=back, fresh=False, timeout=60, memory=[], disk=[], tries=[], left_out=[]
         )
-    assert "different steps" in table.take(2, "refused")[0]["why"]
+    assert "nodes ask for different steps: 1 steps back; the newest" in table.take(2, "refused")[0]["why"]
 
 
 @pytest.fixture
@@ -181,3 +198,14 @@ def test_snapshot_that_is_being_written_when_the_job_goes_back_behind_it_is_set_
         table.say(node, op="written", folder=folder, shards=[], values=[])
     table.say(0, op="committed", folder=folder, why="")
     assert [message["keys"] for message in table.take(0, "aside")] == [[], [(5, 9)]]
+
+
+def test_rollback_finds_another_saver_if_its_own_has_died(home: Path, saver_home: Path) -> None:
+    counter = Counter()
+    with open_checkpoint(home, counter) as checkpoint:
+        checkpoint.restore(allow_fresh_start=True)
+        for step in range(3):
+            counter.step(checkpoint, step)
+        (saver,) = savers(saver_home)
+        os.kill(saver, signal.SIGKILL)
+        assert (checkpoint.rollback(steps=1), counter.at) == (2, 1)

@@ -39,13 +39,13 @@ def test_somebody_unknown_is_through_without_ado() -> None:
 
 def test_refusal_gives_the_figures_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "available", lambda: (20_000_000_000, "the machine"))
-    memory.check(8_000_000_000, "3 slots", lambda need, left: (left, 12_000_000_000))
+    memory.check(8_000_000_000, "3 slots", lambda need, left: (left, 12_000_000_000, 0))
     with pytest.raises(
         memory.NotEnoughMemory, match=r"8\.00 GB for 3 slots beside 13\.00 GB for other ranks.*20\.00 GB left"
     ):
-        memory.check(8_000_000_000, "3 slots", lambda need, left: (left, 13_000_000_000))
+        memory.check(8_000_000_000, "3 slots", lambda need, left: (left, 13_000_000_000, 0))
     with pytest.raises(memory.NotEnoughMemory, match=r"needs 21\.00 GB for 3 slots, and the machine has 20\.00 GB"):
-        memory.check(21_000_000_000, "3 slots", lambda need, left: (30_000_000_000, 0))
+        memory.check(21_000_000_000, "3 slots", lambda need, left: (30_000_000_000, 0, 0))
 
 
 @pytest.mark.spawns

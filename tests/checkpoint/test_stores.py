@@ -23,8 +23,8 @@ from resilience.checkpoint.flash import FlashCheckpoint
 from resilience.checkpoint.manifest import File, Manifest
 from resilience.checkpoint.receipt import Level
 from resilience.checkpoint.saver import restores
-from resilience.checkpoint.storage import Directory, DirectoryInUse
 from resilience.checkpoint.stores import Url, lease
+from resilience.checkpoint.stores.claims import DirectoryInUse
 from resilience.checkpoint.stores.client import (
     Client,
     Patience,
@@ -34,6 +34,7 @@ from resilience.checkpoint.stores.client import (
     may_pass,
     refused,
 )
+from resilience.checkpoint.stores.local import Directory
 from resilience.checkpoint.stores.objects import Bucket
 from resilience.checkpoint.stores.upload import Contents, upload
 from resilience.checkpoint.writing import PIECE, Stopwatch
@@ -68,6 +69,7 @@ def test_paths_are_directories_and_urls_are_object_stores() -> None:
     assert stores.where("a") == Path.cwd() / "a"
     assert stores.where("s3://bucket/run/") == Url("s3://bucket/run")
     assert stores.where("odd::name") == Path.cwd() / "odd::name"
+    assert stores.where("./s3:/bucket/run") == Path.cwd() / "s3:/bucket/run"
     assert isinstance(stores.opened(Path("/a")), Directory)
     assert isinstance(stores.opened(Url("s3://bucket/run")), Bucket)
     assert str(Url("s3://bucket/run") / "x") == "s3://bucket/run/x"
@@ -76,7 +78,9 @@ def test_paths_are_directories_and_urls_are_object_stores() -> None:
 @pytest.mark.parametrize(
     ("place", "said"),
     [
-        (Path("s3://bucket/run"), "loses a slash"),
+        (Path("s3://bucket/run"), 'loses a slash in a Path. Give it as a text, "s3://bucket/run"'),
+        ("s3:/bucket/run", r"s3://bucket/run was probably meant. A directory of that name is \./s3:/bucket/run"),
+        ("file:/a/b", "file:///a/b was probably meant"),
         ("file://a/b", "file:///a/b"),
         ("filecache::s3://bucket/run", "a cache or an archive between"),
         ("sftp://me:hunter2@host/run", "a password in a URL ends in logs"),

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
 from resilience.checkpoint.supply import Supply
 from resilience.errors import ConfigError
@@ -32,6 +32,11 @@ class Loader:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.next = state["next"]
+
+
+class Stream(IterableDataset[int]):  # type: ignore[misc]
+    def __iter__(self) -> Iterator[int]:
+        return itertools.count()
 
 
 def shuffled() -> DataLoader[Any]:
@@ -129,6 +134,7 @@ def test_what_can_not_be_gone_back_in_is_refused_in_words() -> None:
     for loader, kept, reorder, match in (
         (Loader(), False, False, "would not go back with the rest"),
         (iter([1, 2]), True, False, "no length and no state"),
+        (DataLoader(Stream(), 2), True, False, "no length and no state"),
         (DataLoader(data, 2, shuffle=True), True, False, "shuffle=True can't be repeated"),
         (DataLoader(data, 2), True, True, "set_epoch"),
         (itertools.count, True, True, "set_epoch"),
@@ -140,3 +146,11 @@ def test_what_can_not_be_gone_back_in_is_refused_in_words() -> None:
 def test_loader_that_gives_nothing_is_an_error_and_no_endless_loop() -> None:
     with pytest.raises(ConfigError, match="gives no batch"):
         begun(lambda number: []).draw()
+
+
+@pytest.mark.parametrize(
+    "loader", [[], DataLoader(TensorDataset(torch.arange(3)), 4, drop_last=True)], ids=["list", "DataLoader"]
+)
+def test_loader_without_a_batch_is_said_to_be_empty(loader: Any) -> None:
+    with pytest.raises(ConfigError, match="the loader is empty: its length is 0"):
+        begun(loader, 2).draw()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from resilience.checkpoint.storage import Directory
+from resilience.checkpoint.stores.local import Directory
 from tests.jobs import WORKLOADS, Job, alive, children, command_line, job, wait_for
 
 pytestmark = pytest.mark.spawns
@@ -55,7 +55,10 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         return finals(it)
 
 
-@pytest.mark.parametrize(("fault", "mode"), [("kill", "blocking"), ("raise", "blocking"), ("kill", "overlap")])
+@pytest.mark.parametrize(
+    ("fault", "mode"),
+    [("kill", "blocking"), ("kill", "overlap"), pytest.param("raise", "blocking", marks=pytest.mark.long)],
+)
 def test_ddp_training_with_a_fault_ends_bit_for_bit_like_one_without(
     tmp_path: Path, undisturbed: list[str], fault: str, mode: str
 ) -> None:
@@ -128,6 +131,7 @@ def test_saver_alone_makes_durable_what_was_complete_when_the_launcher_is_killed
         assert step >= max(acknowledged)
 
 
+@pytest.mark.long
 def test_saver_that_has_hardly_begun_has_the_memory_when_the_launcher_is_killed_too(tmp_path: Path) -> None:
     script = [SNAPSHOTS, str(tmp_path / "ck"), "100000", "64"]
     with job(tmp_path, TWO, script, {"DISK_EVERY": "1000000"}) as it:
@@ -144,6 +148,7 @@ def test_saver_that_has_hardly_begun_has_the_memory_when_the_launcher_is_killed_
         assert steps_on_disk(tmp_path / "ck")[0] >= max(acknowledged)
 
 
+@pytest.mark.long
 def test_checkpoint_that_two_restarts_failed_from_is_set_aside(tmp_path: Path) -> None:
     script = [str(WORKLOADS / "poisoned.py"), str(tmp_path / "ck")]
     options = ["--nproc-per-node=1", "--max-restarts=9"]
@@ -154,6 +159,7 @@ def test_checkpoint_that_two_restarts_failed_from_is_set_aside(tmp_path: Path) -
         assert "step 5 is set aside" in it.log()
 
 
+@pytest.mark.long
 def test_second_job_in_one_directory_is_refused_and_says_who_has_it(tmp_path: Path) -> None:
     script = [SNAPSHOTS, str(tmp_path / "ck"), "100000"]
     with job(tmp_path / "a", ["--nproc-per-node=1"], script) as first:

@@ -31,7 +31,8 @@ from resilience.checkpoint import attendant, flash, hire
 from resilience.checkpoint.reading import open_disk
 from resilience.checkpoint.receipt import Level, Receipt
 from resilience.checkpoint.saver import restores
-from resilience.checkpoint.storage import Directory, DirectoryInUse
+from resilience.checkpoint.stores.claims import DirectoryInUse
+from resilience.checkpoint.stores.local import Directory
 from resilience.errors import CheckpointError, SaveError
 from tests.checkpoint.conftest import saver_home, savers
 from tests.jobs import WORKLOADS, Job, command_line, job, stopped, wait_for
@@ -321,7 +322,7 @@ def test_slow_disk_never_blocks_training_and_receipts_say_what_is_not_written(
     def full() -> bool:
         step = 200 + len(receipts)
         receipts.append(checkpoint.save_state(step, state(step), disk=True))
-        return receipts[-1].reason == "all 3 slots are taken: 3 still being written to disk"
+        return receipts[-1].reason == "all 3 slots are taken: 3 still being written to disk or sent"
 
     wait_for(full, "all slots to be written")
     assert receipts[-1].level is Level.SKIPPED
@@ -579,13 +580,20 @@ _SECOND = """
 import sys, resilience
 try:
     resilience.FlashCheckpoint(sys.argv[1])
-except resilience.checkpoint.storage.DirectoryInUse as error:
+except resilience.checkpoint.stores.claims.DirectoryInUse as error:
     print(error)
 """
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("through", ["its name", "a link"])
+@pytest.mark.parametrize(
+    ("rank", "through"),
+    [
+        (0, "its name"),
+        (1, "a link"),
+        pytest.param(1, "its name", marks=pytest.mark.long),
+        pytest.param(0, "a link", marks=pytest.mark.long),
+    ],
+)
 def test_second_job_is_refused_in_words_and_does_not_disturb_the_first(
     home: Path, saver_home: Path, tmp_path: Path, through: str, rank: int
 ) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from resilience.checkpoint.storage import Directory
+from resilience.checkpoint.stores.local import Directory
 from tests.checkpoint.conftest import savers
 from tests.faults.test_checkpoint import saver_of
 from tests.jobs import WORKLOADS, Fleet, Job, children, command_line, free_port, wait_for

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from resilience.checkpoint.storage import Directory
+from resilience.checkpoint.stores.local import Directory
 from tests.jobs import WORKLOADS, Job, job
 
 pytestmark = pytest.mark.spawns

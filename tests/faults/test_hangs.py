@@ -28,14 +28,23 @@ def run_to_verdict(
         ("load:sleep", ["--ft-rank-section-timeouts=load:1.5"], "in section 'load'"),
         ("load:gil", ["--ft-rank-section-timeouts=load:1.5"], "in section 'load'"),
         ("load:stop", ["--ft-rank-section-timeouts=load:1.5"], "stopped by a signal, in section 'load'"),
-        ("load:ignore-term", ["--ft-rank-section-timeouts=load:1.5", "--ft-rank-term-timeout=1"], "in section 'load'"),
-        ("setup:sleep", ["--ft-rank-section-timeouts=setup:1.5"], "in section 'setup'"),
         ("epoch:loop", ["--ft-rank-section-timeouts=epoch:4"], "in section 'epoch'"),
         ("between:sleep", ["--ft-rank-out-of-section-timeout=1.5"], "outside any section"),
         ("beats:loop", ["--ft-rank-heartbeat-timeout=1.5"], "no heartbeat"),
-        ("load:sleep", ["--ft-rank-heartbeat-timeout=1.5"], "no heartbeat"),
         ("after:sleep", ["--ft-rank-exit-timeout=1.5"], "not ended after its loop"),
-        ("after:sleep", ["--ft-rank-out-of-section-timeout=1.5"], "outside any section"),
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in (
+                (
+                    "load:ignore-term",
+                    ["--ft-rank-section-timeouts=load:1.5", "--ft-rank-term-timeout=1"],
+                    "in section 'load'",
+                ),
+                ("setup:sleep", ["--ft-rank-section-timeouts=setup:1.5"], "in section 'setup'"),
+                ("load:sleep", ["--ft-rank-heartbeat-timeout=1.5"], "no heartbeat"),
+                ("after:sleep", ["--ft-rank-out-of-section-timeout=1.5"], "outside any section"),
+            )
+        ),
     ],
 )
 def test_hang_is_found_explained_ended_and_the_job_restarted(
@@ -149,6 +158,7 @@ def test_a_death_names_the_dead_rank_with_its_step_and_section(tmp_path: Path) -
     assert "train.py" in survivor["stack"]
 
 
+@pytest.mark.long
 def test_an_exception_is_quoted(tmp_path: Path) -> None:
     report = run_to_verdict(tmp_path, [], train(100, "load:raise", 1, 5))
     culprit = report["culprit"]
@@ -156,6 +166,7 @@ def test_an_exception_is_quoted(tmp_path: Path) -> None:
     assert (culprit["rank"], culprit["kind"], culprit["message"]) == (1, "exception", "ValueError: bad batch")
 
 
+@pytest.mark.long
 def test_a_stopped_rank_is_the_culprit_as_it_was_when_it_was_found(tmp_path: Path) -> None:
     """It is continued to testify and moves on; the report shows where it stood still."""
     script = [str(WORKLOADS / "two_nodes.py"), "60", "stop", "20"]

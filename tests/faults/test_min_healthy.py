@@ -30,6 +30,7 @@ def test_healthy_nodes_go_on_untouched_and_the_job_ends_well_for_all(tmp_path: P
             node.assert_nothing_left()
 
 
+@pytest.mark.long
 def test_node_that_fails_waits_without_any_budget_and_the_others_hear_of_it(tmp_path: Path) -> None:
     with training(tmp_path, 2, "1:2", POLICY) as it:  # --max-restarts is 0
         it.nodes[1].order("raise alone")

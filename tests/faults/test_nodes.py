@@ -25,7 +25,7 @@ def nodes(folder: Path, count: int, options: list[str], script: list[str]) -> It
         yield started.nodes
 
 
-@pytest.mark.parametrize(("fault", "kind"), [("hang", "hang"), ("kill", "signal")])
+@pytest.mark.parametrize(("fault", "kind"), [("kill", "signal"), pytest.param("hang", "hang", marks=pytest.mark.long)])
 def test_a_fault_on_one_node_is_reported_alike_on_both_and_both_restart(tmp_path: Path, fault: str, kind: str) -> None:
     options = ["--max-restarts=2", "--ft-rank-section-timeouts=load:2"]
     with nodes(tmp_path, 2, options, [SCRIPT, "40", fault, "10"]) as both:

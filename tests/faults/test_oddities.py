@@ -38,7 +38,7 @@ def test_a_hung_rank_that_leaves_with_0_at_our_signal_is_no_success(tmp_path: Pa
         it.await_note(0, "end", cycle=1)
 
 
-@pytest.mark.parametrize("seconds", [6, 18])
+@pytest.mark.parametrize("seconds", [6, pytest.param(18, marks=pytest.mark.long)])
 def test_a_job_that_is_frozen_as_a_whole_and_thawed_goes_on(tmp_path: Path, seconds: int) -> None:
     options = ["--nproc-per-node=2", "--ft-rank-section-timeouts=step:4", "--ft-rank-heartbeat-timeout=4"]
     with job(tmp_path, options, [ODD, "beat", "6"]) as it:
@@ -62,13 +62,13 @@ def test_a_goodbye_that_takes_longer_than_the_watchdog_waits_is_waited_for(tmp_p
         assert it.report(0)["culprit"]["rank"] == 1
 
 
-@pytest.mark.parametrize("what", ["exec", "beat"])
+@pytest.mark.parametrize("what", ["exec", pytest.param("beat", marks=pytest.mark.long)])
 def test_a_script_is_watched_with_few_descriptors_and_after_it_replaced_itself(tmp_path: Path, what: str) -> None:
     def with_few(command: list[str]) -> list[str]:
         return ["sh", "-c", 'ulimit -n 200; exec "$@"', "sh", *command]
 
-    options = [*ONE, "--ft-initial-rank-heartbeat-timeout=8"]
-    with job(tmp_path, options, [ODD, what, "12"], wrap=with_few) as it:
+    options = [*ONE, "--ft-initial-rank-heartbeat-timeout=5"]
+    with job(tmp_path, options, [ODD, what, "7"], wrap=with_few) as it:
         quiet(it)
 
 
@@ -87,6 +87,7 @@ def test_a_socket_that_was_cleaned_away_is_back_for_the_next_cycle(tmp_path: Pat
         assert it.wait() == 0, it.log()
 
 
+@pytest.mark.long
 def test_when_the_store_dies_with_its_launcher_the_others_say_so_and_end_with_75(tmp_path: Path) -> None:
     options = ["--max-restarts=1", "--ft-store-silence-timeout=5"]
     with nodes(tmp_path, 2, options, [SCRIPT, "100000", "none", "0"]) as both:

@@ -31,7 +31,7 @@ def test_signal_to_one_launcher_stops_all_ranks_of_all_nodes_together(tmp_path: 
             node.assert_nothing_left()
 
 
-@pytest.mark.parametrize("dt", ["0.001", "0.3"])
+@pytest.mark.parametrize("dt", ["0.001", pytest.param("0.3", marks=pytest.mark.long)])
 def test_all_ranks_stop_at_the_same_step_however_fast_they_are(tmp_path: Path, dt: str) -> None:
     script = [str(WORKLOADS / "lockstep.py"), "100000"]
     with job(tmp_path, ["--nproc-per-node=3"], script, {"DT": dt}) as it:

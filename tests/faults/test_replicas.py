@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from resilience.checkpoint.storage import Directory
+from resilience.checkpoint.stores.local import Directory
 from tests.faults.test_checkpoint import saver_of
 from tests.faults.test_checkpoint_nodes import finals, kill, undisturbed  # noqa: F401 - a fixture
 from tests.faults.test_store import serving
@@ -143,8 +143,8 @@ def test_nodes_that_are_lost_one_after_the_other_are_each_given_back_what_they_h
 
 
 @pytest.mark.long
-def test_ranks_that_move_because_a_node_was_lost_get_their_state_from_who_keeps_it(tmp_path: Path) -> None:
-    """Without ranks from the infrastructure the last node takes the place of the lost one, and the new one is the last."""
+@pytest.mark.parametrize("rank", [0, 1])
+def test_new_node_takes_the_place_of_the_lost_one_also_where_nobody_gives_ranks(tmp_path: Path, rank: int) -> None:
     options = [*OPTIONS, "--nproc-per-node=1"]
     script = [SNAPSHOTS, str(tmp_path / "ck"), "200", "64"]
     with serving() as port, Fleet(tmp_path, "3", options, script, port=port) as it:
@@ -152,12 +152,23 @@ def test_ranks_that_move_because_a_node_was_lost_get_their_state_from_who_keeps_
         for _ in range(3):
             it.add()
         await_replicated(it)
-        lost = next(node for node in it.nodes if noted("step-", node)[0][0] == 1)
+        lost = next(node for node in it.nodes if noted("step-", node)[0][0] == rank)
         kill(*lost.family())
         it.nodes.remove(lost)
-        it.add()
+        newcomer = it.add()
         end(it)
         check(it, lost, 3, last=198)
+        assert {known for known, _ in noted("step-", newcomer)} == {rank}, it.logs()
+
+
+@pytest.mark.long
+def test_job_that_lost_everything_begins_afresh_and_says_what_is_gone(tmp_path: Path) -> None:
+    with nodes(tmp_path, 2, [SNAPSHOTS, str(tmp_path / "ck"), "60", "64"], REPLICAS="0") as it:
+        for node in it.nodes:
+            node.await_steps(0, 5)
+        lose(it, 1)
+        end(it)
+        assert "was complete, and is lost with the memory of nodes that are gone" in it.nodes[0].log()
 
 
 @pytest.mark.long

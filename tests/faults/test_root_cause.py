@@ -45,6 +45,7 @@ def test_rank_that_raised_is_the_cause_and_the_one_in_the_collective_its_victim(
     assert "context   batch=shard-7" in block
 
 
+@pytest.mark.long
 def test_of_two_that_raise_within_a_second_the_first_is_named(tmp_path: Path) -> None:
     code, report, log = collective(tmp_path, "both")
     assert code == 0, log
@@ -66,6 +67,7 @@ def test_crash_leaves_the_stack_of_the_innermost_frame(tmp_path: Path) -> None:
     assert [item["name"] for item in culprit["sections"]] == ["step", "sample"]
 
 
+@pytest.mark.long
 def test_kill_from_outside_is_told_apart_from_the_oom_killer(tmp_path: Path) -> None:
     code, report, log = collective(tmp_path, "kill")
     assert code == 0, log
@@ -74,6 +76,7 @@ def test_kill_from_outside_is_told_apart_from_the_oom_killer(tmp_path: Path) -> 
     assert "Neither this launcher nor the OOM killer" in report["remedy"]
 
 
+@pytest.mark.long
 def test_hardware_code_on_a_single_node_ends_the_launcher_with_it(tmp_path: Path) -> None:
     code, report, log = collective(tmp_path, "exit201")
     assert code == 201, log
@@ -135,21 +138,6 @@ def test_last_lines_of_the_culprits_log_are_in_the_report(tmp_path: Path) -> Non
         assert "the last straw" in it.log()[it.log().index("cycle 0 failed") :]
 
 
-def test_error_file_that_is_garbage_does_no_harm(tmp_path: Path) -> None:
-    script = tmp_path / "plain.py"
-    script.write_text(
-        "import os\n"
-        "path = os.environ['TORCHELASTIC_ERROR_FILE']\n"
-        "open(path, 'w').write('{\"message\": [1, 2')\n"
-        "os._exit(3)\n"
-    )
-    with job(tmp_path, ["--nproc-per-node=1"], [str(script)]) as it:
-        assert it.wait() == 1
-        assert it.report(0)["culprit"]["message"] == "ended with exit code 3"
-        assert "Traceback" not in it.log(), "the launcher's own: the script raises nothing"
-        assert "exit code 1: failed" in it.log()
-
-
 def test_report_in_json_is_the_same_that_the_command_prints(tmp_path: Path) -> None:
     with job(tmp_path, OPTIONS, [str(WORKLOADS / "fleet.py"), "100000"]) as it:
         pid = int(it.await_note(0, "step-3")[3])
@@ -171,28 +159,33 @@ def test_message_that_is_no_text_does_no_harm(tmp_path: Path) -> None:
         assert "bad file caf\\udce9.bin" in it.log()[it.log().index("cycle 0 failed") :]
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        '{"resilience": {"mono_ns": "abc"}}',
-        '{"resilience": {"mono_ns": NaN, "pid": null}}',
-        '{"message": {"message": "ValueError: x"}, "resilience": {"pid": PID, "sections": [{"name": "a"}]}}',
-        '{"message": {"message": "E"}, "resilience": {"pid": PID, "chain": [{"type": 2, "message": 5}, {"type": 3}]}}',
-    ],
-)
-def test_error_file_with_the_wrong_things_in_it_does_no_harm(tmp_path: Path, words: str) -> None:
+WRONG = [
+    '{"message": [1, 2',
+    '{"resilience": {"mono_ns": "abc"}}',
+    '{"resilience": {"mono_ns": NaN, "pid": null}}',
+    '{"message": {"message": "ValueError: x"}, "resilience": {"pid": PID, "sections": [{"name": "a"}]}}',
+    '{"message": {"message": "E"}, "resilience": {"pid": PID, "chain": [{"type": 2, "message": 5}, {"type": 3}]}}',
+]
+
+
+def test_error_files_with_the_wrong_things_in_them_do_no_harm(tmp_path: Path) -> None:
+    """One in each cycle."""
     script = tmp_path / "plain.py"
     script.write_text(
         "import os\n"
-        f"words = {words!r}.replace('PID', str(os.getpid()))\n"
+        "cycle = int(os.environ['RESILIENCE_CYCLE'])\n"
+        f"words = {WRONG!r}[cycle].replace('PID', str(os.getpid()))\n"
         "open(os.environ['TORCHELASTIC_ERROR_FILE'], 'w').write(words)\n"
-        "os._exit(3)\n"
+        "os._exit(3 + cycle)\n"
     )
-    with job(tmp_path, ["--nproc-per-node=1"], [str(script)]) as it:
-        assert it.wait() == 1
-        assert it.report(0)["culprit"]["exit_code"] == 3
-        assert "cycle 0 failed" in it.log()
+    with job(tmp_path, ["--nproc-per-node=1", f"--max-restarts={len(WRONG) - 1}"], [str(script)]) as it:
+        assert it.wait() == 1, it.log()
+        culprits = [it.report(cycle)["culprit"] for cycle in range(len(WRONG))]
+        assert [culprit["exit_code"] for culprit in culprits] == [3, 4, 5, 6, 7]
+        assert culprits[0]["message"] == "ended with exit code 3"
+        assert f"cycle {len(WRONG) - 1} failed" in it.log()
         assert "Traceback" not in it.log(), "the launcher's own: the script raises nothing"
+        assert "exit code 1: failed" in it.log()
 
 
 def test_rank_that_got_over_an_error_is_not_blamed_for_another_ones(tmp_path: Path) -> None:
@@ -209,7 +202,7 @@ def test_rank_that_got_over_an_error_is_not_blamed_for_another_ones(tmp_path: Pa
         assert [item["rank"] for item in report["failures"]] == [1]
 
 
-@pytest.mark.parametrize("ending", ["kill SIGKILL", "raise the real cause"])
+@pytest.mark.parametrize("ending", ["kill SIGKILL", pytest.param("raise the real cause", marks=pytest.mark.long)])
 def test_exception_that_was_caught_is_not_blamed_for_what_ends_another_rank(tmp_path: Path, ending: str) -> None:
     with training(tmp_path, 1, "1", "--nproc-per-node=2") as it:
         node = it.nodes[0]

@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 
 from resilience.checkpoint import cli
 from resilience.checkpoint.reading import open_disk
-from resilience.checkpoint.storage import read_manifest
+from resilience.checkpoint.stores.local import read_manifest
 from tests.jobs import WORKLOADS, job
 
 pytestmark = pytest.mark.spawns
@@ -58,24 +58,20 @@ def test_training_with_a_rank_killed_ends_bit_for_bit_like_one_without(
 
 ONWARD = [
     ("fsdp2", 2, "fsdp2", 3),
-    *(
-        pytest.param(*case, marks=pytest.mark.long)
-        for case in (
-            ("ddp", 2, "fsdp2", 1),
-            ("fsdp2", 2, "plain", 1),
-            ("fsdp2", 3, "ddp", 2),
-            ("fsdp2", 1, "fsdp2", 2),
-            ("hsdp", 4, "fsdp2", 3),
-            ("ddp", 3, "hsdp", 4),
-            ("plain", 1, "fsdp1", 2),
-            ("fsdp1", 3, "fsdp2", 2),
-            ("fsdp1-mesh", 2, "ddp", 3),
-            ("fsdp2", 2, "fsdp2", 8),
-        )
-    ),
+    ("ddp", 2, "fsdp2", 1),
+    ("fsdp2", 2, "plain", 1),
+    ("fsdp2", 3, "ddp", 2),
+    ("fsdp2", 1, "fsdp2", 2),
+    ("hsdp", 4, "fsdp2", 3),
+    ("ddp", 3, "hsdp", 4),
+    ("plain", 1, "fsdp1", 2),
+    ("fsdp1", 3, "fsdp2", 2),
+    ("fsdp1-mesh", 2, "ddp", 3),
+    ("fsdp2", 2, "fsdp2", 8),
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("layout", "ranks", "then", "of"), ONWARD)
 def test_what_some_ranks_saved_other_ranks_in_another_layout_restore(
     tmp_path: Path, layout: str, ranks: int, then: str, of: int

@@ -53,7 +53,9 @@ def assert_ends(it: Job, signum: signal.Signals, code: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("signum", "code"), [(signal.SIGTERM, 1), (signal.SIGINT, 130), (signal.SIGHUP, 1)], ids=["TERM", "INT", "HUP"]
+    ("signum", "code"),
+    [(signal.SIGTERM, 1), (signal.SIGINT, 130), pytest.param(signal.SIGHUP, 1, marks=pytest.mark.long)],
+    ids=["TERM", "INT", "HUP"],
 )
 def test_signal_ends_a_launcher_whose_static_store_does_not_answer(
     tmp_path: Path, signum: signal.Signals, code: int
@@ -86,7 +88,11 @@ def test_signal_ends_a_launcher_that_serves_the_static_store_and_waits_for_the_o
         assert_ends(it, signal.SIGTERM, 1)
 
 
-@pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 1), (signal.SIGINT, 130)], ids=["TERM", "INT"])
+@pytest.mark.parametrize(
+    ("signum", "code"),
+    [(signal.SIGTERM, 1), pytest.param(signal.SIGINT, 130, marks=pytest.mark.long)],
+    ids=["TERM", "INT"],
+)
 def test_signal_ends_a_launcher_whose_dynamic_store_does_not_answer(
     tmp_path: Path, signum: signal.Signals, code: int
 ) -> None:

@@ -213,6 +213,7 @@ def test_spare_does_not_take_the_place_of_a_node_that_only_restarts(tmp_path: Pa
         assert it.nodes[2].wait() == 0, "the job is over for the spare too"
 
 
+@pytest.mark.long
 def test_spare_takes_over_and_the_ranks_of_the_others_stay(tmp_path: Path) -> None:
     with training(tmp_path, 3, "2", "--max-restarts=9", "--ft-use-infra-group-rank=false") as it:
         ranks = [node.rank() for node in it.nodes[:2]]
@@ -293,7 +294,7 @@ def test_launcher_that_is_ended_from_outside_is_missed_at_once_even_without_coll
         assert finish(it.nodes[:1]) == [0], it.logs()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.long)])
 def test_launcher_that_waits_ends_in_good_order_on_a_signal(tmp_path: Path, number: signal.Signals) -> None:
     with Fleet(tmp_path, "2", [], SCRIPT) as it:
         node = it.add()

@@ -94,6 +94,22 @@ def test_an_unknown_command_raises_and_names_the_nearest(capsys: pytest.CaptureF
     assert "Did you mean 'config'?" in mistake(capsys, "confg")
 
 
+_ONE_BY_ONE = """
+import json, os, sys
+from resilience.launcher.cli import main
+for words, env in json.loads(sys.argv[1]):
+    os.environ.update(env)
+    try:
+        code = main(words)
+    except SystemExit as leaving:
+        code = leaving.code
+    for name in env:
+        del os.environ[name]
+    print(code)
+    sys.stderr.write("\\0")
+"""
+
+
 @pytest.mark.spawns
 def test_run_ends_with_2_for_every_kind_of_typo_and_starts_nothing(tmp_path: Path) -> None:
     path = yaml_file(tmp_path, "fault_tolerance:\n  safty_factor: 3\n")
@@ -106,19 +122,19 @@ def test_run_ends_with_2_for_every_kind_of_typo_and_starts_nothing(tmp_path: Pat
         "'RESILIENCE_RUN_DIR'": ([], {"RESILIENCE_RUN_DIRR": "x"}),
         "greater than 0": (["--ft-rank-heartbeat-timeout=-1"], {}),
     }
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-m", "resilience.run", f"--ft-run-dir={tmp_path / 'run'}", *words, str(script)],
-            env={**bare_environment(), "TMPDIR": str(tmp_path), **env},
-            stderr=subprocess.PIPE,
-        )
-        for words, env in mistakes.values()
-    ]
-    for wanted, process in zip(mistakes, started, strict=True):
-        said = process.communicate(timeout=120)[1].decode()
-        assert process.returncode == 2, said
+    given = [([f"--ft-run-dir={tmp_path / 'run'}", *words, str(script)], env) for words, env in mistakes.values()]
+    done = subprocess.run(
+        [sys.executable, "-c", _ONE_BY_ONE, json.dumps(given)],
+        env={**bare_environment(), "TMPDIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert done.stdout.split() == ["2"] * len(mistakes), done.stderr
+    for wanted, said in zip(mistakes, done.stderr.split("\0"), strict=False):
         assert wanted in said.splitlines()[-1], said
-        assert "Traceback" not in said
+    assert "Traceback" not in done.stderr
     assert not (tmp_path / "started").exists()
     assert not (tmp_path / "run").exists()
 

@@ -88,6 +88,12 @@ def test_nodes_without_a_rank_from_the_infrastructure_come_last_in_the_order_of_
     assert in_order(assign(members, by_infra=True)) == ["y", "z", "node-9", "node-10"]
 
 
+def test_nodes_keep_their_ranks_where_the_infrastructure_gives_none() -> None:
+    """What is in their memory is that of their ranks: a newcomer takes the lost node's place, whatever its name."""
+    members = [member("z", rank=1), member("newcomer")]
+    assert assign(members, by_infra=True) == {"newcomer": 0, "z": 1}
+
+
 def test_nodes_that_claim_the_same_rank_are_put_in_order_and_it_is_said(caplog: pytest.LogCaptureFixture) -> None:
     members = [member("node-10", 1), member("last", 2), member("node-9", 1), member("first", 0)]
     with caplog.at_level(logging.WARNING, logger="resilience.launcher"):

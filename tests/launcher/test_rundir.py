@@ -131,6 +131,13 @@ def test_scratch_whose_owner_is_nonsense_does_not_stop_the_launcher(runtime: Pat
     rundir.Scratch().remove()
 
 
+def test_scratch_that_another_launcher_has_just_swept_does_not_stop_this_one(runtime: Path) -> None:
+    (runtime / f"resilience-{os.getuid()}-gone").symlink_to(
+        runtime / "nowhere"
+    )  # listed, and not there when it is looked at
+    rundir.Scratch().remove()
+
+
 def test_directories_of_others_are_left_alone(runtime: Path) -> None:
     other = runtime / f"resilience-{os.getuid() + 1}-x"
     other.mkdir()

@@ -27,6 +27,15 @@ C10D = ("--rdzv-backend=c10d", "--rdzv-endpoint=localhost:{port}", "--rdzv-id=pa
 FILES = ("--log-dir={log}", "--redirects=3")
 TWO = "--nproc-per-node=2"
 
+
+def cases(all_of_them: list[Case], *long: str) -> list[Any]:
+    """Those that begin so take a launcher more of what others here prove as well."""
+    return [
+        pytest.param(case, id=case.name, marks=[pytest.mark.long] if case.name.startswith(long) else [])
+        for case in all_of_them
+    ]
+
+
 SEEN = [
     Case("a module", ["-m"], ["parity_package", "--standalone", "-r", "3"]),
     Case("an absolute path, standalone, underscores", ["--standalone", "--max_restarts=2"], ["{here}/parity_probe.py"]),
@@ -61,7 +70,7 @@ SEEN = [
 
 
 @pytest.mark.spawns
-@pytest.mark.parametrize("case", SEEN, ids=str)
+@pytest.mark.parametrize("case", cases(SEEN, "a module", "an absolute path, standalone", "c10d, one of"))
 def test_workers_see_what_they_see_under_torchrun(case: Case, tmp_path: Path) -> None:
     assert_same_facts(ran(case, tmp_path), ADDED)
 
@@ -83,6 +92,7 @@ def test_output_is_raw_when_capture_is_switched_off(tmp_path: Path) -> None:
     assert not (pair.ours.run_dir / "logs").exists()
 
 
+@pytest.mark.long
 @pytest.mark.spawns
 def test_a_filter_of_ranks_also_filters_the_captured_output(tmp_path: Path) -> None:
     pair = ran(Case("", ["--local-ranks-filter=1", TWO]), tmp_path)
@@ -98,6 +108,7 @@ def test_without_python_workers_see_one_more_variable(tmp_path: Path) -> None:
     assert_same_facts(pair, ADDED | {"RESILIENCE_LATE_ATTACH"})
 
 
+@pytest.mark.long
 @pytest.mark.spawns
 def test_a_zip_file_runs_under_the_interpreter_that_python_exec_names(tmp_path: Path) -> None:
     other = tmp_path / "python"
@@ -140,7 +151,7 @@ LOGS = [
 
 
 @pytest.mark.spawns
-@pytest.mark.parametrize("case", LOGS, ids=str)
+@pytest.mark.parametrize("case", cases(LOGS, "a log directory alone", "redirects of one"))
 def test_the_log_directory_holds_the_same_files(case: Case, tmp_path: Path) -> None:
     pair = ran(case, tmp_path)
     assert_same_facts(pair, ADDED)
@@ -182,6 +193,7 @@ def test_a_recorded_error_is_in_the_workers_file_and_in_that_of_an_outer_launche
     assert reports[0] == reports[1]
 
 
+@pytest.mark.long
 @pytest.mark.spawns
 def test_a_missing_script_is_named_in_the_same_words(tmp_path: Path) -> None:
     pair = ran(Case("", FILES, ["nowhere.py"], code=1), tmp_path)
@@ -227,7 +239,10 @@ def test_mistakes_end_with_the_same_code_or_with_2_where_torchrun_ends_in_a_trac
 @pytest.mark.spawns
 @pytest.mark.parametrize(
     ("options", "sent"),
-    [(["--shutdown-timeout=1"], signal.SIGTERM), (["--signals-to-handle=SIGUSR1"], signal.SIGUSR1)],
+    [
+        (["--shutdown-timeout=1"], signal.SIGTERM),
+        pytest.param(["--signals-to-handle=SIGUSR1"], signal.SIGUSR1, marks=pytest.mark.long),
+    ],
     ids=["SIGTERM, which rank 1 ignores", "SIGUSR1, when asked for"],
 )
 def test_a_signal_to_the_launcher_reaches_the_workers(options: list[str], sent: signal.Signals, tmp_path: Path) -> None:
@@ -249,6 +264,7 @@ def test_classes_of_main_can_be_pickled_to_spawned_processes(tmp_path: Path) -> 
     assert "spawn [Work(value=42)]" in ours["UUID/attempt_0/1/stdout.log"]
 
 
+@pytest.mark.long
 @pytest.mark.spawns
 def test_filters_for_duplicates_without_a_log_directory_do_no_harm(tmp_path: Path) -> None:
     pair = ran(Case("", ["--duplicate-stdout-filters=out", TWO]), tmp_path)

@@ -12,7 +12,7 @@ import torch
 
 from resilience.checkpoint.flash import FlashCheckpoint
 from resilience.checkpoint.receipt import Level
-from resilience.checkpoint.storage import Directory
+from resilience.checkpoint.stores.local import Directory
 from resilience.errors import SaveError
 from tests.checkpoint.conftest import saver_home
 

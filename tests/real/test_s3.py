@@ -22,7 +22,7 @@ from resilience.checkpoint import stores
 from resilience.checkpoint.flash import FlashCheckpoint
 from resilience.checkpoint.manifest import File, Manifest
 from resilience.checkpoint.receipt import Level
-from resilience.checkpoint.storage import DirectoryInUse
+from resilience.checkpoint.stores.claims import DirectoryInUse
 from resilience.checkpoint.stores.objects import Bucket
 from resilience.errors import CheckpointError
 from tests.checkpoint.conftest import saver_home, savers

@@ -14,6 +14,7 @@ from tests.jobs import Job, alive, children, job, train
 
 pytestmark = pytest.mark.spawns
 ROUNDS = int(os.environ.get("SOAK_ROUNDS", "3"))
+SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, ROUNDS))]
 OPTIONS = [
     "--nproc-per-node=2",
     "--max-restarts=3",
@@ -33,7 +34,7 @@ def pick(it: Job, rng: random.Random) -> tuple[str, int]:
     return who, rng.choice(pids) if pids else 0
 
 
-@pytest.mark.parametrize("seed", range(ROUNDS))
+@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.timeout(300)
 def test_whatever_is_struck_at_whatever_instant_the_promises_hold(tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)

@@ -2,8 +2,7 @@
 
     ddp_flash.py DIRECTORY STEPS [FAULT RANK STEP]
 
-FAULT ``kill`` or ``raise``, in cycle 0; ``node``: it stands still once the step is REPLICATED, for its node to be lost. At the end
-each rank writes the digest of everything it has to $PROGRESS/final_<rank>.
+FAULT: see ``blows.py``. At the end each rank writes the digest of everything it has to $PROGRESS/final_<rank>.
 """
 
 from __future__ import annotations
@@ -11,23 +10,17 @@ from __future__ import annotations
 import hashlib
 import os
 import random
-import signal
 import sys
-import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from blows import PROGRESS, strike  # type: ignore[import-not-found]
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import resilience
-from resilience.checkpoint.receipt import Level
-
-PROGRESS = Path(os.environ["PROGRESS"])
-CYCLE = int(os.environ.get("RESILIENCE_CYCLE", os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")))
 
 
 class Loader:
@@ -50,18 +43,6 @@ class Loader:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.order, state["rng"] = state["order"], state["rng"]
         self.rng.setstate(state["rng"])
-
-
-def strike(checkpoint: resilience.FlashCheckpoint, rank: int, step: int) -> None:
-    if len(sys.argv) > 5 and CYCLE == 0 and (rank, step) == (int(sys.argv[4]), int(sys.argv[5])):
-        if sys.argv[3] == "node":
-            checkpoint.wait(level=Level.REPLICATED)
-            (PROGRESS / "ready").touch()
-            time.sleep(3600)
-        checkpoint.wait(level=Level.COMPLETE)
-        if sys.argv[3] == "raise":
-            raise ValueError("bad batch")
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 @resilience.record

@@ -2,34 +2,29 @@
 
     sharded_flash.py DIRECTORY STEPS [FAULT RANK STEP]
 
-$LAYOUT: ``plain`` (one rank), ``ddp``, ``fsdp2``, ``hsdp``, ``fsdp1``, ``fsdp1-flat``, ``fsdp1-mesh``. FAULT ``kill`` or ``raise``,
-in cycle 0. The model has shapes that no number of ranks divides, tied weights, a frozen parameter and a parameter without rows for
-some ranks. What the whole state is, whoever holds which part of it, goes to $PROGRESS: ``restored_<rank>`` after restoring,
-``final_<rank>`` at the end; ``rank_<rank>`` has what is this rank's own. $DCP: where DCP
-saves it too.
+$LAYOUT: ``plain`` (one rank), ``ddp``, ``fsdp2``, ``hsdp``, ``fsdp1``, ``fsdp1-flat``, ``fsdp1-mesh``. FAULT: see ``blows.py``.
+The model has shapes that no number of ranks divides, tied weights, a frozen parameter and a parameter without rows for some ranks.
+What the whole state is, whoever holds which part of it, goes to $PROGRESS: ``restored_<rank>`` after restoring, ``final_<rank>`` at
+the end; ``rank_<rank>`` has what is this rank's own. $DCP: where DCP saves it too.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-import signal
 import sys
 import warnings
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from blows import PROGRESS, strike  # type: ignore[import-not-found]
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 
 import resilience
-from resilience.checkpoint.receipt import Level
 
-PROGRESS = Path(os.environ["PROGRESS"])
-CYCLE = int(os.environ.get("RESILIENCE_CYCLE", os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")))
 LAYOUT = os.environ.get("LAYOUT", "fsdp2")
 
 
@@ -84,14 +79,6 @@ def whole_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
             if ".norm." not in f".{name}" or "running" not in name:  # those are each rank's own
                 found.update(f"{name} {tuple(part[name].shape)}".encode() + part[name].numpy().tobytes())
     return found.hexdigest()
-
-
-def strike(checkpoint: resilience.FlashCheckpoint, rank: int, step: int) -> None:
-    if len(sys.argv) > 5 and CYCLE == 0 and (rank, step) == (int(sys.argv[4]), int(sys.argv[5])):
-        checkpoint.wait(level=Level.COMPLETE)
-        if sys.argv[3] == "raise":
-            raise ValueError("bad batch")
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 @resilience.record

@@ -140,6 +140,8 @@ def main() -> None:
             note(f"BAD-{start - 1}")
             os._exit(3)
         receipts: dict[int, Receipt] = {}
+        if elastic:  # until it begins again with others, and then so many steps more
+            steps = start + steps if int(CYCLE) else 1_000_000
         for step in range(start, steps):
             with resilience.section("step"):
                 model.advance(step)

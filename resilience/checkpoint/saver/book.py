@@ -20,6 +20,7 @@ from resilience.checkpoint.saver.chair import GONE_S, Message
 from resilience.checkpoint.saver.copies import Copies, Later, Links
 from resilience.checkpoint.saver.council import Council
 from resilience.checkpoint.saver.member import Member, Snapshot
+from resilience.checkpoint.saver.pen import Pen
 from resilience.checkpoint.saver.restores import Tries
 from resilience.checkpoint.saver.roll import Cycle, Roll
 from resilience.checkpoint.saver.wire import own_address
@@ -55,23 +56,28 @@ class Book:
         self._again = False  # the cycle goes on, only the saver or the line is a new one
         self.done = False  # the chair needs us no longer
         self.failures: list[str] = []
-        self.writing: dict[str, Snapshot] = {}  # by folder
+        self.farthest: Key = (0, -1)  # the newest that was COMPLETE in this job, here or elsewhere by now
         self.tries = Tries(directory, self.complain)
         self.council = Council(selector, 0, self._hear)
         self.council.rejoin = self._join
         self.council.cut = lambda: serve(self, {"op": "refused", "why": _NO_CHAIR})
         self._chair = options.chair()
-        self._write = write
+        self.pen = Pen(self.roll, lambda snapshot, folder: write(self, snapshot, folder), self.council.say)
         self._serve = serve  # what concerns ranks or disk more than ledgers
         self._reported: dict[Key, dict[int, int]] = {}  # serials of what the chair was told of
-        self._results: dict[str, Message] = {}  # by folder: what became of it, until the chair has answered
         self._asked: list[Message] = []  # to be said again if the line is cut
         self._tried = 0
+        self._last: Key = (0, -1)  # that was tried to have on disk at the end
         self._signs: list[tuple[int, ...]] = []
         self._next_look = 0
         self._complained: set[str] = set()
         links = Links(self.roll, self.council.say, self.complain, later, lambda: [*self.writing.values()])
         self.copies = Copies(options, links)
+
+    @property
+    def writing(self) -> dict[str, Snapshot]:
+        """What is being written to disk, by folder."""
+        return self.pen.writing
 
     @property
     def cycle(self) -> Cycle:
@@ -143,7 +149,8 @@ class Book:
             **self.copies.joining(),
         )
         self._reported, self._signs, self._tried = {}, [], 0
-        for message in (*self._results.values(), *self._asked):
+        self.pen.say_again()
+        for message in self._asked:
             self.council.say(**message)
         self.copies.say_again()
 
@@ -179,7 +186,21 @@ class Book:
             self._next_look = now + _PATIENCE_NS // 6
             self._name_stragglers(now)
         if not self.writing and not self.copies.is_reading:
-            self.roll.let_go()
+            self.let_go()
+
+    def let_go(self) -> int:
+        """Let go of the memory of ranks that do not live here any more; return how much it was."""
+        ranks, nbytes = self.roll.let_go()
+        if ranks:
+            self._serve(self, {"op": "forget", "ranks": ranks})
+        return nbytes
+
+    def make_room(self) -> int:
+        """Let go of what another number of ranks left, before it is known whether anybody wants it; return how much it was."""
+        if self.writing or self.copies.is_reading:
+            return 0
+        self.roll.retire_others()
+        return self.let_go()
 
     def _name_stragglers(self, now: int) -> None:
         ranks = self.roll.stragglers(now - _PATIENCE_NS) if self.begun else []
@@ -221,10 +242,12 @@ class Book:
     def _complete(self, key: Key, folder: str, send: bool) -> None:
         """All ranks have it. What is to be written or sent is leased before anybody is told: then it can't be overwritten."""
         if folder:
-            self._order(key, folder)
+            self.pen.order(key, folder)
         if send:
             self.copies.send(key)
+        self.farthest = max(self.farthest, key)
         self.roll.complete(key, self._reported.get(key))
+        self.roll.retire_others()
         if key[0] == self.generation:
             self._went_well()
 
@@ -243,11 +266,13 @@ class Book:
         elif op == "decided":
             self.roll.void(key)
         elif op == "write":
-            self._order(key, message["folder"])
+            self.pen.order(key, message["folder"])
         elif op in ("durable", "failed", "dropped"):
             self._written(message["folder"], op, str(message.get("why", "")))
         elif op in ("peers", "send", "replicated", "unsent"):
             self.copies.hear(message)
+        elif op == "aloud":
+            self.complain(str(message["text"]))
         elif op == "when":
             self.council.say(op="at", **self.roll.pace())
         elif op == "arm":
@@ -264,45 +289,13 @@ class Book:
 
     # -- to disk ----------------------------------------------------------------------------------------------------
 
-    def _order(self, key: Key, folder: str) -> None:
-        """Lease a snapshot and have it written."""
-        snapshot = self.roll.snapshot(key)
-        if folder in self.writing:
-            return  # the chair asks again because it did not hear: it will
-        if snapshot is None or not self.roll.holds(snapshot):
-            self.report_written(folder, {"op": "failed", "why": f"step {key[1]} is no longer in memory"})
-            return
-        self.writing[folder] = snapshot
-        for rank, seal in snapshot.seals.items():
-            self.roll.members[rank].ledger.lease(seal)
-        self._write(self, snapshot, folder)
-
-    def report_written(self, folder: str, result: Message) -> None:
-        """Tell the chair what became of this node's part of a snapshot."""
-        self._results[folder] = {**result, "folder": folder}
-        self.council.say(**self._results[folder])
-
     def _written(self, folder: str, became: str, why: str) -> None:
         """Take note that a snapshot is on disk, or why it is not, or that no chair knows of it any more."""
-        snapshot = self.writing.pop(folder, None)
-        self._results.pop(folder, None)
         if became == "failed":
             self.fail(why)
-        if snapshot is None:
-            return
-        busy = {(rank, seal.serial) for other in self.writing.values() for rank, seal in other.seals.items()}
-        busy |= self.copies.busy()
-        for rank, seal in snapshot.seals.items():
-            member = self.roll.members.get(rank)
-            if member is None or member.ledger.seal_of(seal.slot) is None:
-                continue
-            if became == "durable":
-                member.ledger.mark_durable(seal)
-            if (rank, seal.serial) not in busy:
-                member.ledger.release(seal)
-        again = self.roll.snapshot(snapshot.key)
-        if again is not None and became == "durable" and again.serials() != snapshot.serials():
-            self._say_sealed(again, want=True, anew=True)  # saved once more meanwhile
+        again = self.pen.ended(folder, became == "durable", self.copies.busy())
+        if again is not None:
+            self._say_sealed(again, want=True, anew=True)
 
     def secure(self) -> None:
         """Have the newest complete snapshot on disk: a rank failed, or everybody leaves."""
@@ -355,6 +348,16 @@ class Book:
         self.turn()
         self._say_once(op="leave")
         self.council.turn()
+
+    def leave_later(self) -> bool:
+        """Have what became complete since :meth:`leave` on disk too: ranks may outlive the launcher for a moment. Return whether
+        there is any; each is tried once."""
+        newest = self.roll.newest()
+        if newest is None or newest.key <= self._last or not newest.is_complete or newest.is_durable:
+            return False
+        self._last = newest.key
+        self.leave()
+        return True
 
     def is_settled(self) -> bool:
         """Whether nothing is left to be done for anybody."""

@@ -31,9 +31,10 @@ from collections import deque
 from typing import Any
 
 from resilience.checkpoint.decisions import Key
-from resilience.checkpoint.saver.relay import NEVER, Relay
+from resilience.checkpoint.saver.relay import DIFFERENT, NEVER, Relay
 from resilience.checkpoint.saver.restoring import Agreement, key_of
-from resilience.checkpoint.saver.seats import Seat, Write
+from resilience.checkpoint.saver.seats import Seat
+from resilience.checkpoint.saver.writes import Writes
 from resilience.checkpoint.schedule import Clock
 from resilience.checkpoint.slots import COMPLETE, VOID
 
@@ -52,16 +53,13 @@ class Chair:
         self.generation = 0
         self._memory, self._disk = memory, disk
         self._asked_when = 0.0
-        self._mark = mark  # of this chair's folders: a node may still write for one that is no more
         self._world = self._cycle = 0
         self._began = False
         self._seats: dict[int, Seat] = {}
         self._decided: dict[Key, int] = {}
         self._floor: Key = (0, -1)  # the newest that is known to be COMPLETE: nobody needs what is older
         self._wanted: set[int] = set()  # steps that somebody waits for
-        self._durable: set[Key] = set()
-        self._writes: dict[str, Write] = {}  # by folder
-        self._number = 0
+        self._writes = Writes(mark)
         self._lost: dict[int, float] = {}
         self._agreement = Agreement()
         self._relay = Relay(replicate)
@@ -94,14 +92,14 @@ class Chair:
         """Give up what is waited for in vain."""
         for node, since in list(self._lost.items()):
             if now - since > GONE_S:
-                for folder in [name for name, write in self._writes.items() if node in write.waiting]:
-                    self._fail(folder, f"the node with rank {node} is gone, and its part with it")
+                for folder in self._writes.awaited(node):
+                    self._give_up(folder, node)
         if self._began and self._memory.take(now):
             self._asked_when = now
             self._tell_all(op="when")
         if self._agreement.asks and now > self._agreement.deadline:
             late = ", ".join(map(str, self._agreement.late(self._seats)))
-            self._refuse(f"the ranks of the node with rank {late} did not come to restore() in time")
+            self._refuse(f"the ranks of the node with rank {late} did not come to restore() or rollback() in time")
 
     def missing(self) -> int:
         """Return how many ranks are yet to join."""
@@ -127,9 +125,8 @@ class Chair:
         self._floor = max(self._floor, key_of(message["newest"]))
         self._seats[node].peer = tuple(message.get("peer") or ())
         self._relay.heard(key_of(message.get("replicated") or NEVER))
-        for folder, write in self._writes.items():
-            if node in write.waiting:
-                self._tell(node, op="write", key=write.key, folder=folder)
+        for folder in self._writes.awaited(node):
+            self._tell(node, op="write", key=self._writes[folder].key, folder=folder)
         if self._began:
             self._tell(node, op="begin", generation=self.generation)
         elif self.missing() <= 0:
@@ -143,8 +140,12 @@ class Chair:
             self._decide_all(now)
             for key in sorted(unfinished):
                 self._write_now(key, now)
+            if self._relay.differs([bool(seat.peer) for seat in self._seats.values()]):
+                self._tell(_ME, op="aloud", text=DIFFERENT)
             if self._relay.on:
-                self._tell_all(op="peers", peers=[(name, *seat.peer) for name, seat in self._seats.items()])
+                self._tell_all(
+                    op="peers", peers=[(name, *seat.peer) for name, seat in self._seats.items() if seat.peer]
+                )
                 self._tell_all(op="replicated", key=self._relay.last)
                 self._send_newest()
 
@@ -156,7 +157,7 @@ class Chair:
         seat.held[key] = edition
         if again and self._decided.get(key) == COMPLETE:
             self._decided.pop(key)  # the same step was saved once more
-            self._durable.discard(key)
+            self._writes.durable.discard(key)
         if message["want"] and key not in self._decided:
             self._wanted.add(key[1])
         if key in self._decided:
@@ -194,7 +195,7 @@ class Chair:
         if all(key in seat.held for seat in self._seats.values()):
             self._note(key, COMPLETE)
             self._floor = max(self._floor, key)
-            folder = self._order(key, now) if not self._is_busy(key) and self._is_due(key, now) else ""
+            folder = self._order(key, now) if not self._writes.has(key) and self._is_due(key, now) else ""
             send = {"send": True} if self.newest() == key and self._relay.takes(key, self._seats) else {}
             self._tell_all(op="decided", key=key, verdict=COMPLETE, folder=folder, **send)
         elif key[0] < self.generation or any(
@@ -234,19 +235,11 @@ class Chair:
         return not self._writes and self._disk.take(now)
 
     def _order(self, key: Key, now: float) -> str:
-        self._number += 1
-        folder = f"{key[1]:08d}"
-        if len(self._seats) > 1 or folder in self._writes:  # the job may have gone back behind one that is under way
-            folder += f"-{self._mark}{self._number}"
-        self._writes[folder] = Write(key, self._world, self._cycle, now, set(self._seats))
-        return folder
-
-    def _is_busy(self, key: Key) -> bool:
-        return any(write.key == key for write in self._writes.values())
+        return self._writes.order(key, self._world, self._cycle, now, self._seats)
 
     def _write_now(self, key: Key, now: float) -> None:
         held = all(key in seat.held for seat in self._seats.values())
-        if held and key not in self._durable and not self._is_busy(key):
+        if held and key not in self._writes.durable and not self._writes.has(key):
             self._tell_all(op="write", key=key, folder=self._order(key, now))
 
     def _hear_want(self, node: int, message: Message, now: float) -> None:
@@ -284,18 +277,28 @@ class Chair:
         if message["why"]:
             self._fail(folder, str(message["why"]))
         elif folder in self._writes:
-            write = self._writes.pop(folder)
-            self._durable = {key for key in self._durable if key[0] >= write.key[0] - 1} | {write.key}
+            write = self._writes.committed(folder)
             self._disk.learn(now - write.began, write.began)
             self._tell_all(op="durable", key=write.key, folder=folder)
             if write.left_behind:
                 self._tell(_ME, op="aside", keys=[write.key])
 
+    def _give_up(self, folder: str, node: int) -> None:
+        """A node is gone for good. What only an earlier cycle wanted on disk is no failure of this one."""
+        write = self._writes[folder]
+        why = f"step {write.key[1]} is not on disk: the node with rank {node} is gone, and its part with it"
+        if write.cycle == self._cycle:
+            self._fail(folder, why)
+        else:
+            self._tell(_ME, op="aloud", text=f"{why}. The job has gone on without it.")
+            self._fail(folder, "")
+
     def _fail(self, folder: str, why: str) -> None:
+        """Have nobody wait for a write any more; without a ``why`` that is no failure."""
         write = self._writes.pop(folder, None)
         if write is not None:
             self._tell(_ME, op="discard", folder=folder)
-            self._tell_all(op="failed", key=write.key, folder=folder, why=why)
+            self._tell_all(op="failed" if why else "dropped", key=write.key, folder=folder, why=why)
 
     # -- what other nodes have copies of ----------------------------------------------------------------------------
 
@@ -345,7 +348,7 @@ class Chair:
     def _choose(self) -> None:
         agreement = self._agreement
         if agreement.differ():
-            self._refuse(f"ranks ask for different steps: {agreement.differ()}")
+            self._refuse(f"nodes ask for different steps: {'; '.join(agreement.differ())}")
             return
         aside = agreement.choose(self._floor)
         if agreement.choice is not None:
@@ -380,9 +383,8 @@ class Chair:
         self._agreement = Agreement()
         self._begin_after(choice.key)
         if agreement.back is not None:
-            for write in self._writes.values():
-                write.left_behind = write.left_behind or write.key > choice.key
-            self._tell(_ME, op="aside", keys=agreement.left_behind())
+            since = self._writes.leave_behind(choice.key)  # written since the nodes were asked what is there
+            self._tell(_ME, op="aside", keys=sorted({*agreement.left_behind(), *since}))
         self._tell_all(op="go", key=choice.key, where=choice.where, generation=self.generation)
 
     def _begin_after(self, key: Key) -> None:

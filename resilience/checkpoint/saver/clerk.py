@@ -17,11 +17,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from resilience.checkpoint import digest, manifest, storage
+from resilience.checkpoint import digest, manifest
 from resilience.checkpoint.arena import Slot
 from resilience.checkpoint.ledger import Seal
 from resilience.checkpoint.manifest import File, Manifest
-from resilience.checkpoint.saver.seats import Write
+from resilience.checkpoint.saver.writes import Write
 from resilience.checkpoint.stores import Storage
 from resilience.checkpoint.writing import Stopwatch
 from resilience.errors import CheckpointError
@@ -146,7 +146,7 @@ def commit(directory: Storage, folder: str, write: Write, facts: Mapping[str, An
     except Exception as error:  # noqa: BLE001 - as above
         return _could_not(write.key, directory, error)
     took = max(time.monotonic() - write.began, 1e-9)
-    size, pace = storage.in_words(contents.nbytes), storage.in_words(contents.nbytes / took)
+    size, pace = manifest.in_words(contents.nbytes), manifest.in_words(contents.nbytes / took)
     _LOG.info("step %s is durable: %s in %.2f s (%s/s).", step, size, took, pace)
     return ""
 

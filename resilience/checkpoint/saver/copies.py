@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from resilience.checkpoint import limits
+from resilience.checkpoint.manifest import in_words
 from resilience.checkpoint.saver import courier, wire
 from resilience.checkpoint.saver.courier import Counter, Fetched, Parcel, Trip, key_of
 from resilience.checkpoint.saver.excerpts import Outlines, excerpt
@@ -150,6 +151,8 @@ class Copies:
     def _tell_where(self) -> None:
         """Say through what, to whom and how fast copies go."""
         targets = ", ".join(f"rank {node} ({self._peers[node][0]})" for node in self._targets())
+        if not targets:
+            return
         limit = f"{self._options.bandwidth / 1e9:g} GB/s at most" if self._options.bandwidth else "no limit"
         through = wire.interface_of(self._here) or "an interface"
         _LOG.info(
@@ -235,11 +238,10 @@ class Copies:
     def _landed(self, flight: Flight, sent: int, took: float, wrong: str) -> None:
         flight.landed = True
         if sent and not wrong:
-            level = self._loudness("sent", logging.INFO)
-            pace = sent / max(took, 1e-9) / 1e9
-            step = flight.snapshot.key[1]
             _LOG.log(
-                level, "step %s: %.3f GB copied to other nodes in %.2f s (%.2f GB/s).", step, sent / 1e9, took, pace
+                self._loudness("sent", logging.INFO),
+                "step %s: %s copied to other nodes in %.2f s (%s/s).",
+                *(flight.snapshot.key[1], in_words(sent), took, in_words(sent / max(took, 1e-9))),
             )
         if not flight.verdict:
             flight.result = {"op": "sent", "key": flight.snapshot.key, "why": wrong}
@@ -357,10 +359,10 @@ class Copies:
         self.fetched = fetched
         if fetched is not None:
             ranks = ", ".join(map(str, sorted(fetched.own)))
-            size, took = fetched.nbytes / 1e9, fetched.seconds
+            size, took = fetched.nbytes, fetched.seconds
             _LOG.info(
-                "step %s of rank %s was fetched from other nodes' memory: %.3f GB in %.2f s (%.2f GB/s), digests checked.",
-                *(fetched.key[1], ranks, size, took, size / max(took, 1e-9)),
+                "step %s of rank %s was fetched from other nodes' memory: %s in %.2f s (%s/s), digests checked.",
+                *(fetched.key[1], ranks, in_words(size), took, in_words(size / max(took, 1e-9))),
             )
         done(wrong)
 
@@ -369,12 +371,12 @@ def describe(fetched: Fetched, rank: int, world: int) -> tuple[Message, tuple[in
     """Say where a snapshot is that was fetched, and what its bytes should be: as :func:`reception.describe` does of one that is in
     the ranks' own memory. What all share is checked by one rank each."""
     own = fetched.own[rank]
-    peers = [item.described() for _, item in sorted(fetched.own.items())]
+    known = {"digests": own.digests}
+    peers = [{**item.described(), **(known if item is own else {})} for _, item in sorted(fetched.own.items())]
     turn = sorted(fetched.own).index(rank)
     for number, item in enumerate(fetched.shared):
         mine = {"digests": item.digests} if number % len(fetched.own) == turn else {}
         peers.append({**item.described(), "rank": -1, **mine})
     fds = [item.slot.fd for _, item in sorted(fetched.own.items())] + [item.slot.fd for item in fetched.shared]
     base = {"generation": fetched.key[0], "step": fetched.key[1], "world": world, "values": own.values()}
-    where = {"found": "memory", "where": "other nodes' memory", "digests": own.digests}
-    return {**where, **base, "peers": peers}, tuple(fds)
+    return {"found": "memory", "where": "other nodes' memory", **base, "peers": peers}, tuple(fds)

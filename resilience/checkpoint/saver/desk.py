@@ -17,7 +17,7 @@ from resilience.checkpoint.saver.member import Member
 from resilience.checkpoint.saver.reception import Reception
 from resilience.checkpoint.saver.roll import Cycle
 from resilience.checkpoint.saver.rooms import Rooms
-from resilience.checkpoint.storage import DirectoryInUse
+from resilience.checkpoint.stores.claims import DirectoryInUse
 from resilience.errors import CheckpointError
 from resilience.pulse import channel
 
@@ -117,8 +117,10 @@ class Desk:
     def _reply(self, caller: Caller, book: Book, op: str, message: dict[str, Any]) -> dict[str, Any]:
         """Return the answer to what can be answered at once."""
         if op == "room":
-            left, others = self._rooms.announce(id(caller), int(message["need"]), int(message["left"]))
-            return {"left": left, "others": others}
+            need, now = int(message["need"]), int(message["left"])
+            left, others = self._rooms.announce(id(caller), need, now)
+            freed = book.make_room() if need > now or need + others > left else 0
+            return {"left": left + freed, "others": others, "freed": self._rooms.freed(freed)}
         if op == "failures":
             news = book.failures[caller.heard_failures :]
             caller.heard_failures = len(book.failures)

@@ -64,6 +64,16 @@ class Snapshot:
     key: Key
     seals: dict[int, Seal]
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether its ranks were told that all ranks have it."""
+        return all(seal.decision == COMPLETE for seal in self.seals.values())
+
+    @property
+    def is_durable(self) -> bool:
+        """Whether its ranks were told that it is on disk."""
+        return all(seal.is_durable for seal in self.seals.values())
+
     def serials(self) -> dict[int, int]:
         """Return the serial of each rank's seal."""
         return {rank: seal.serial for rank, seal in self.seals.items()}

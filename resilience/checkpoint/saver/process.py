@@ -101,6 +101,9 @@ class Saver:
         if not self._leaving_since:
             return False
         if all(book.is_settled() for book in self.books.values()):
+            more = [book.leave_later() for book in self.books.values()]
+            if any(more):
+                return False
             self._settled_since = self._settled_since or now
             return not self._desk.has_untold() or now - self._settled_since > _TELL_S
         late = now - self._leaving_since > self._deadline
@@ -280,6 +283,13 @@ class Saver:
             with contextlib.suppress(OSError):
                 channel.send(self._launcher, message, member.fds())
 
+    def _forget(self, book: Book, ranks: list[int]) -> None:
+        """Have the launcher let go of ranks' memory too: they live elsewhere now."""
+        if self._launcher is not None:
+            with contextlib.suppress(OSError):
+                directory = str(book.directory.path)
+                channel.send(self._launcher, {"op": "forget", "directory": directory, "ranks": ranks})
+
     # -- books ------------------------------------------------------------------------------------------------------
 
     def book(self, directory: str, options: dict[str, Any], *, claim: bool) -> Book:
@@ -308,7 +318,7 @@ class Saver:
         def written(result: clerk.Written) -> None:
             def note() -> None:
                 book.roll.digests.keep(snapshot, result.digests(), book.roll.members)
-                book.report_written(folder, result.message())
+                book.pen.report(folder, result.message())
 
             self._later(note)
 
@@ -318,6 +328,8 @@ class Saver:
         """Do what the chair says, where it takes more than a ledger."""
         if message["op"] == "commit":
             self._commit(book, message)
+        elif message["op"] == "forget":
+            self._forget(book, message["ranks"])
         elif message["op"] == "discard":
             self._clerk.do(lambda: book.directory.discard(message["folder"]))
         else:

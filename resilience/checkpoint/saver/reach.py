@@ -38,6 +38,13 @@ def _need(
     return {"own": own, "shared": having} if own and all(nodes for _, nodes in own) else None
 
 
+def inherited(asks: Mapping[int, Mapping[str, Any]]) -> dict[Key, bool]:
+    """Return the snapshots of another number of ranks that every node has whole, and whether each rank finds its own values."""
+    offers = [{_key(item[:2]): bool(item[2]) for item in ask.get("inherited", ())} for ask in asks.values()]
+    common = set.intersection(*map(set, offers)) if offers else set()
+    return {key: all(offer[key] for offer in offers) for key in common}
+
+
 def _key(item: Iterable[int]) -> Key:
     generation, step = item
     return int(generation), int(step)

@@ -12,7 +12,8 @@ from resilience.checkpoint.decisions import Key
 from resilience.checkpoint.saver import clerk, copies
 from resilience.checkpoint.saver.book import Book
 from resilience.checkpoint.saver.chair import Message
-from resilience.checkpoint.saver.restoring import DISK, MEMORY, Round
+from resilience.checkpoint.saver.heritage import estate_of, estates
+from resilience.checkpoint.saver.restoring import DISK, MEMORY, Round, in_words
 from resilience.checkpoint.stores import Kept
 from resilience.errors import CheckpointError
 
@@ -60,7 +61,8 @@ class Reception:
     def _ask_chair(self, book: Book, meeting: Meeting, timeout: float) -> None:
         wanted = set(meeting.round.asked.values())
         if len(wanted) > 1:
-            self._call_off(book, f"ranks ask for different steps: {meeting.round.asked}")
+            asked = [f"rank {rank}: {in_words(wish)}" for rank, wish in sorted(meeting.round.asked.items())]
+            self._call_off(book, f"ranks ask for different steps: {'; '.join(asked)}. All ranks go on from one")
             return
         (wish,) = wanted
         back = wish if isinstance(wish, tuple) else None
@@ -74,6 +76,9 @@ class Reception:
             "memory": book.roll.restorable(),
             "ranks": (book.cycle.first, book.cycle.local),
             "replicas": book.copies.replicas.listed(),
+            "inherited": [
+                (*estate.key, estate.is_exact(book.cycle.ranks)) for estate in estates(book.roll, book.copies.replicas)
+            ],
         }
         if book.cycle.first == 0:
             left_out: list[str] = []
@@ -117,7 +122,7 @@ class Reception:
         for book, meeting in list(self._meetings.values()):
             if time.monotonic() > meeting.deadline:
                 missing = ", ".join(map(str, meeting.round.missing()))
-                self._call_off(book, f"rank {missing or 'unknown'} did not come to restore() in time")
+                self._call_off(book, f"rank {missing or 'unknown'} did not come to restore() or rollback() in time")
 
     def _call_off(self, book: Book, why: str) -> None:
         self._end(book, {"error": why})
@@ -137,6 +142,7 @@ class Reception:
             self._end(book, {"error": message["why"]})
         elif op == "nothing":
             if message["fresh"]:
+                mourn(book)
                 book.go_back_to(None, int(message["generation"]))
             told = {"problems": message["problems"], "there": message["there"]}
             self._end(book, {"found": None, "generation": book.generation, **told})
@@ -164,9 +170,16 @@ class Reception:
         if need is not None:
             book.copies.fetch(key, need, lambda wrong: self._fetched(book, meeting, wrong))
             return
+        try:
+            estate = estate_of(book.roll, book.copies.replicas, key) if message["inherited"] else None
+        except CheckpointError as error:
+            book.ask({"op": "loaded", "wrong": f"rank {book.cycle.first}: {error}", "misfit": False})
+            return
         meeting.round.choosing, meeting.round.loaded, meeting.round.misfits = False, {}, set()
         for rank, tell in meeting.tell.items():
-            if message["where"] == MEMORY:
+            if estate is not None:
+                tell(*estate.describe(rank, book.cycle.ranks))
+            elif message["where"] == MEMORY:
                 tell(*describe(book, key, rank))
             else:
                 path = str(book.directory.path / message["name"])
@@ -190,6 +203,15 @@ class Reception:
         if book.cycle.first == 0:
             _LOG.info("the job goes on from step %s (%s).", key[1], where)
         self._end(book, {"go": True, "generation": generation})
+
+
+def mourn(book: Book) -> None:
+    """Say that a job that had got somewhere begins afresh: it may, and somebody will want to know why."""
+    if book.farthest[1] >= 0:
+        book.complain(
+            f"step {book.farthest[1]} was complete, and is lost with the memory of nodes that are gone or whose ranks have moved; "
+            "nothing is on disk. The job begins afresh: allow_fresh_start=True. replicas=1 or a smaller disk_every keeps more."
+        )
 
 
 def set_aside(book: Book, keys: list[Key]) -> None:
@@ -224,7 +246,7 @@ def describe(book: Book, key: Key, rank: int) -> tuple[dict[str, Any], tuple[int
         slot = member.slots[seal.slot]
         peers.append({"rank": other, "data": seal.data, "header": [seal.header_at, seal.header, seal.header_sum]})
         if other == rank:
-            known = book.roll.digests.of(rank, seal.serial) or clerk.digests_of(slot, seal)
-            base |= {"values": [seal.values_at, seal.values, seal.values_sum], "digests": known}
+            peers[-1]["digests"] = book.roll.digests.of(rank, seal.serial) or clerk.digests_of(slot, seal)
+            base["values"] = [seal.values_at, seal.values, seal.values_sum]
         fds.append(slot.fd)
     return {**base, "peers": peers}, tuple(fds)

@@ -6,10 +6,14 @@ every node has said that its copies are with others, digests checked, and not be
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 Key = tuple[int, int]
 NEVER: Key = (0, -1)
+DIFFERENT = (
+    "replicas= is not the same on all nodes: copies go between those that have it, and no step is REPLICATED if rank 0's has not. "
+    "Give all ranks the same."
+)
 
 
 class Relay:
@@ -26,6 +30,10 @@ class Relay:
     def new_round(self) -> None:
         """All nodes come anew: what was under way is not any more."""
         self.key, self._waiting, self._passed, self.last = None, set(), NEVER, NEVER
+
+    def differs(self, keeps: Sequence[bool]) -> bool:
+        """Whether some of several nodes want copies and others do not: ``keeps`` says which do."""
+        return len(keeps) > 1 and set(keeps) != {self.on}
 
     def heard(self, key: Key) -> None:
         """A node came, and knows this one to be REPLICATED. What it kept for others may be gone: even the newest goes again."""

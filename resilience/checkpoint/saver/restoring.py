@@ -13,9 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from resilience.checkpoint.saver.reach import Need, reachable
+from resilience.checkpoint.saver.reach import Need, inherited, reachable
 
 Key = tuple[int, int]
 CHAIR = 0  # its node
@@ -31,12 +32,19 @@ class Candidate:
     key: Key
     where: str
     name: str = ""  # of its folder on disk: a step may be there twice
+    inherited: bool = False  # in memory, and another number of ranks made it
 
 
-def candidates(in_memory: Sequence[Key], on_disk: Sequence[Candidate]) -> list[Candidate]:
-    """Return everything there is, newest first; of the same snapshot memory comes first, then disk in the order given."""
+def candidates(
+    in_memory: Sequence[Key], on_disk: Sequence[Candidate], inherited: Mapping[Key, bool] = MappingProxyType({})
+) -> list[Candidate]:
+    """Return everything there is, newest first; of the same snapshot memory comes first, then disk in the order given. What was
+    ``inherited`` comes after the disk unless it has all that the disk has (True)."""
+    worth = dict.fromkeys(in_memory, 3.0)
     found = [Candidate(key, MEMORY) for key in in_memory] + list(on_disk)
-    return sorted(found, key=lambda item: (item.key, item.where == MEMORY), reverse=True)
+    found += [Candidate(key, MEMORY, inherited=True) for key in inherited if key not in worth]
+    worth |= {key: 2.0 if exact else 0.5 for key, exact in inherited.items() if key not in worth}
+    return sorted(found, key=lambda it: (it.key, worth[it.key] if it.where == MEMORY else 1.0), reverse=True)
 
 
 class Back(NamedTuple):
@@ -49,6 +57,14 @@ class Back(NamedTuple):
         """Return what is far enough back, given what there is and the newest that training has passed."""
         most = newest[1] - self.steps if self.before is None else min(newest[1] - self.steps, self.before - 1)
         return [item for item in found if item.key <= newest and item.key[1] <= most]
+
+
+def in_words(wish: int | tuple[int, int | None] | None) -> str:
+    """Say what a rank asked for: the newest (``None``), a step, or how far back to go."""
+    if wish is None or isinstance(wish, int):
+        return "the newest" if wish is None else f"step {wish}"
+    steps, before = wish
+    return f"{steps} steps back" + (f" and before step {before}" if before is not None else "")
 
 
 def pick(
@@ -134,7 +150,7 @@ class Agreement:
     def differ(self) -> list[str]:
         """Return the steps that are asked for, if they are not the same."""
         wanted = {
-            str(ask["step"]) if ask.get("back") is None else f"back {list(ask['back'])}" for ask in self.asks.values()
+            in_words(ask["step"] if ask.get("back") is None else tuple(ask["back"])) for ask in self.asks.values()
         }
         return sorted(wanted) if len(wanted) > 1 else []
 
@@ -151,7 +167,7 @@ class Agreement:
         chair = self.asks[CHAIR]  # its node alone looks at the disk
         on_disk = [Candidate(key_of(item[:2]), DISK, str(item[2])) for item in chair["disk"]]
         failed = {(generation, step): count for generation, step, count in chair["tries"]}
-        found = self.there = candidates(sorted(self.reachable), on_disk)
+        found = self.there = candidates(sorted(self.reachable), on_disk, inherited(self.asks))
         if self.back is not None:
             found = self.back.reach(found, max([newest, *self.reachable]))
         self.loaded = {}
@@ -168,8 +184,9 @@ class Agreement:
 
     def fetch(self) -> list[tuple[int, Need]]:
         """Return what nodes have to fetch from others to have what was chosen."""
-        in_memory = self.choice is not None and self.choice.where == MEMORY
-        return list(self.reachable[self.choice.key].items()) if self.choice is not None and in_memory else []
+        if self.choice is None or self.choice.where != MEMORY or self.choice.inherited:
+            return []
+        return list(self.reachable[self.choice.key].items())
 
     def misfit(self) -> str:
         """Say that what was chosen does not fit a rank, if so. Damage goes before it: what is damaged may not fit for that."""

@@ -45,9 +45,15 @@ class Roll:
         self._retired: list[Member] = []
 
     def begin(self, cycle: Cycle) -> None:
-        """Begin a cycle: ranks that live elsewhere now have no memory here any more."""
-        self.cycle = cycle
-        self.retire([rank for rank in self.members if rank not in cycle.ranks])
+        """Begin a cycle: ranks that live elsewhere now have no memory here any more, unless there is another number of them now:
+        then what they left may be gone on from."""
+        others, self.cycle = cycle.world != self.cycle.world, cycle
+        if not others:
+            self.retire_others()
+
+    def retire_others(self) -> None:
+        """Take ranks off the roll that do not live here any more."""
+        self.retire([rank for rank in self.members if rank not in self.cycle.ranks])
 
     def add(self, member: Member) -> None:
         """Take in a rank's memory."""
@@ -65,12 +71,16 @@ class Roll:
         """Return the ranks of this node that have come."""
         return {rank: self.members[rank] for rank in self.cycle.ranks if rank in self.members}
 
-    def let_go(self) -> None:
-        """Close the memory of those that were retired. Nobody may be reading it."""
+    def let_go(self) -> tuple[list[int], int]:
+        """Close the memory of those that were retired; return which of them are not here any more, and how much it was. Nobody may
+        be reading it."""
+        gone = [member.rank for member in self._retired if member.rank not in self.members]
+        nbytes = sum(slot.nbytes for member in self._retired for slot in member.slots)
         for member in self._retired:
             with contextlib.suppress(OSError):
                 member.close()
         self._retired = []
+        return gone, nbytes
 
     def all_here(self) -> bool:
         """Whether all ranks of this node have come."""
@@ -174,6 +184,10 @@ class Roll:
         return max((seal.key for seal in found if seal is not None), default=(0, -1))
 
     def go_back_to(self, key: Key | None) -> None:
-        """Begin from a snapshot in memory (``None``: from disk, or afresh): whatever is newer is void."""
-        for member in self.locals().values():
-            member.ledger.go_back_to(member.seals().get(key) if key is not None else None)
+        """Begin from a snapshot in memory (``None``: from disk, or afresh): whatever is newer is void. What another number of ranks
+        left is kept only if it is begun from: until there is one of these ranks."""
+        found = {rank: member.seals().get(key) if key is not None else None for rank, member in self.members.items()}
+        for rank, member in self.members.items():
+            member.ledger.go_back_to(found[rank])
+        if not any(seal is not None and seal.world != self.cycle.world for seal in found.values()):
+            self.retire_others()

@@ -26,6 +26,11 @@ class Rooms:
         self._wanted[who] = nbytes
         return self._left, sum(self._wanted.values()) - nbytes
 
+    def freed(self, nbytes: int) -> int:
+        """So much more is left, for whoever is at it; return it."""
+        self._left += nbytes
+        return nbytes
+
     def through(self, who: Hashable) -> None:
         """Somebody has taken what it wanted, or has given up."""
         self._at_it.discard(who)

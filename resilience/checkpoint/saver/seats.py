@@ -1,8 +1,8 @@
-"""Nodes and writes as the chair knows them."""
+"""Nodes as the chair knows them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from resilience.checkpoint.decisions import Key
@@ -22,17 +22,3 @@ class Seat:
     tried: int = 0  # all of its ranks are through with the steps below this
     bye: bool = False
     peer: tuple[Any, ...] = ()  # where it takes copies of others' snapshots: host, port, group
-
-
-@dataclass
-class Write:
-    """A snapshot that is being written by all nodes."""
-
-    key: Key
-    world: int
-    cycle: int
-    began: float
-    waiting: set[int]
-    shards: list[Any] = field(default_factory=list)
-    values: list[Any] = field(default_factory=list)
-    left_behind: bool = False  # the job went back behind it

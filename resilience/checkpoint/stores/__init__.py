@@ -1,4 +1,4 @@
-"""Where checkpoints are kept: a directory of a file system (:mod:`storage`), or a URL that fsspec knows (:mod:`objects`).
+"""Where checkpoints are kept: a directory of a file system (:mod:`local`), or a URL that fsspec knows (:mod:`objects`).
 
 Both have the same folders and files, see ``docs/checkpoint-format.md``: what is copied from one to the other is a checkpoint there.
 
@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Protocol
 from urllib.parse import unquote, urlsplit
 
-from resilience.checkpoint import storage
 from resilience.checkpoint.manifest import File, Manifest
+from resilience.checkpoint.stores import local
 from resilience.checkpoint.writing import Stopwatch
 from resilience.errors import ConfigError
 
@@ -121,7 +121,7 @@ class Storage(Protocol):
         progress: Callable[[int], None] = lambda nbytes: None,
         clock: Stopwatch | None = None,
     ) -> File:
-        """Write a file into a folder, see :func:`storage.write_file`."""
+        """Write a file into a folder, see :func:`writing.write_file`."""
 
     def settle(self, folder: str) -> None:
         """Have what was written into a folder last."""
@@ -151,8 +151,12 @@ class Storage(Protocol):
 def where(place: str | os.PathLike[str]) -> Where:
     """Return the place that a user names. Raises :class:`ConfigError` for what can't be meant."""
     text = place if isinstance(place, str) else os.fspath(place)
-    if not isinstance(place, str) and _COLLAPSED.match(text):
-        raise ConfigError(f"{text}: a URL loses a slash in a Path. Give it as a text.")
+    if _COLLAPSED.match(text):
+        scheme, _, rest = text.partition(":/")
+        meant = f"file:///{rest}" if scheme == "file" else f"{scheme}://{rest}"
+        if isinstance(place, str):
+            raise ConfigError(f"{text}: {meant} was probably meant. A directory of that name is ./{text}.")
+        raise ConfigError(f'{text}: a URL loses a slash in a Path. Give it as a text, "{meant}".')
     if _CHAINED.match(text):
         raise ConfigError(f"{text}: URLs with '::' have a cache or an archive between; give that of the place itself.")
     if not _URL.match(text):
@@ -173,7 +177,7 @@ def where(place: str | os.PathLike[str]) -> Where:
 def opened(place: Where) -> Storage:
     """Return the storage at a place. Nothing is asked of it yet."""
     if isinstance(place, Path):
-        return storage.Directory(place)
+        return local.Directory(place)
     from resilience.checkpoint.stores.objects import Bucket  # noqa: PLC0415 - fsspec, only for those who want it
 
     return Bucket(place)
@@ -182,7 +186,7 @@ def opened(place: Where) -> Storage:
 def read_manifest(folder: Where) -> Manifest:
     """Read a checkpoint's manifest and look whether every file is there, in full. Raises ``ManifestError`` or ``OSError``."""
     if isinstance(folder, Path):
-        return storage.read_manifest(folder)
+        return local.read_manifest(folder)
     from resilience.checkpoint.stores import objects  # noqa: PLC0415
 
     return objects.read_manifest(folder)

@@ -23,7 +23,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from resilience.checkpoint.storage import DirectoryInUse, in_use
+from resilience.checkpoint.stores.claims import DirectoryInUse, in_use
 from resilience.checkpoint.stores.client import Client, in_words
 
 _LOG = logging.getLogger("resilience.checkpoint")

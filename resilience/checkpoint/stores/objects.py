@@ -26,10 +26,10 @@ from typing import Any
 from resilience.checkpoint import digest, manifest
 from resilience.checkpoint.manifest import File, Manifest, ManifestError
 from resilience.checkpoint.schedule import Every
-from resilience.checkpoint.storage import ASIDE, MAX_MANIFEST, PARTIAL, STEP, number_of
 from resilience.checkpoint.stores import Kept, Url
 from resilience.checkpoint.stores.client import PATIENCE_S, Client, in_words, may_pass, refused
 from resilience.checkpoint.stores.lease import Lease
+from resilience.checkpoint.stores.names import ASIDE, PARTIAL, STEP, number_of
 from resilience.checkpoint.stores.upload import Contents, upload
 from resilience.checkpoint.writing import Stopwatch
 from resilience.errors import CheckpointError
@@ -335,7 +335,7 @@ def read_manifest(folder: Url) -> Manifest:
 def _manifest_of(client: Client, name: str, rows: Listing) -> Manifest:
     if manifest.NAME not in rows:
         raise ManifestError("there is no manifest: it was never finished")
-    if int(rows[manifest.NAME]["size"]) > MAX_MANIFEST:
+    if int(rows[manifest.NAME]["size"]) > manifest.MAX_NBYTES:
         raise OSError(errno.EFBIG, "its manifest is too large")
     return Manifest.from_bytes(client.read(f"{name}/{manifest.NAME}"))
 

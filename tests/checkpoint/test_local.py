@@ -21,15 +21,17 @@ from typing import Any
 
 import pytest
 
-from resilience.checkpoint import digest, files, manifest, storage, writing
+from resilience.checkpoint import digest, files, manifest, writing
 from resilience.checkpoint.manifest import Manifest, ManifestError
 from resilience.checkpoint.saver import clerk, restores
-from resilience.checkpoint.saver.seats import Write
-from resilience.checkpoint.storage import Directory, DirectoryInUse, Stored
+from resilience.checkpoint.saver.writes import Write
+from resilience.checkpoint.stores import local
+from resilience.checkpoint.stores.claims import DirectoryInUse
+from resilience.checkpoint.stores.local import Directory, Stored
 from resilience.checkpoint.writing import Stopwatch
 from resilience.errors import CheckpointError
 
-REPO = Path(storage.__file__).parents[2]
+REPO = Path(local.__file__).parents[3]
 BLOCK = 4096
 
 
@@ -52,9 +54,9 @@ def write(directory: Directory, step: int, generation: int = 1, created: float =
     """Write a small checkpoint of two ranks; return where it is."""
     before = set(directory.path.iterdir())
     folder = directory.partial("being-written")
-    shard = storage.write_file(folder / "rank-00000.safetensors", 0, b"h" * BLOCK, memory(5000, step))
+    shard = writing.write_file(folder / "rank-00000.safetensors", 0, b"h" * BLOCK, memory(5000, step))
     names = [(rank, folder / f"rank-{rank:05d}.values") for rank in range(2)]
-    values = [storage.write_file(name, rank, b"", memoryview(b"values")) for rank, name in names]
+    values = [writing.write_file(name, rank, b"", memoryview(b"values")) for rank, name in names]
     directory.commit("being-written", Manifest(step, generation, 0, 2, created, (shard,), tuple(values)))
     (path,) = set(directory.path.iterdir()) - before
     return path
@@ -80,13 +82,13 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 def check_file(path: Path, head: bytes, data: memoryview) -> None:
     """Write a file and look whether it is what it should be, and described as what it is."""
     seen: list[int] = []
-    file = storage.write_file(path, 3, head, data, progress=seen.append)
+    file = writing.write_file(path, 3, head, data, progress=seen.append)
     assert path.read_bytes() == head + bytes(data)
     assert (file.name, file.rank, file.nbytes, file.head) == (path.name, 3, len(head) + len(data), len(head))
     of_head = [digest.digest(head)] if head else []
     assert list(file.digests) == of_head + digest.digests(data, file.chunk)
     assert sum(seen) == len(data)
-    assert storage.write_file(path, 3, head, data, digests=file.digests[len(of_head) :]) == file
+    assert writing.write_file(path, 3, head, data, digests=file.digests[len(of_head) :]) == file
 
 
 @pytest.mark.usefixtures("small")
@@ -152,7 +154,7 @@ def test_data_behind_a_header_is_written_past_the_page_cache(tmp_path: Path, mon
         return wrote
 
     monkeypatch.setattr(os, "pwrite", pwrite)
-    storage.write_file(tmp_path / "file", 0, b"h" * BLOCK, memory(9 * BLOCK + 7))
+    writing.write_file(tmp_path / "file", 0, b"h" * BLOCK, memory(9 * BLOCK + 7))
     assert direct == [(BLOCK, 9 * BLOCK)]
 
 
@@ -169,7 +171,7 @@ def test_no_more_than_a_piece_is_under_way_at_once_and_progress_is_told_after_ea
         return real(fd, data, at)
 
     monkeypatch.setattr(os, "pwrite", pwrite)
-    storage.write_file(tmp_path / "file", 0, b"", memory(33 * BLOCK), progress=seen.append)
+    writing.write_file(tmp_path / "file", 0, b"", memory(33 * BLOCK), progress=seen.append)
     assert sizes == [8 * BLOCK] * 4 + [BLOCK]
     assert seen == [max(8, chunk) * BLOCK] * (32 // max(8, chunk)) + [BLOCK]
 
@@ -191,7 +193,7 @@ def test_piece_is_digested_while_it_is_written(tmp_path: Path, monkeypatch: pyte
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwrite", pwrite)
         patch.setattr(digest, "digests", digests)
-        file = storage.write_file(tmp_path / "file", 0, b"", data, clock=clock)
+        file = writing.write_file(tmp_path / "file", 0, b"", data, clock=clock)
     assert list(file.digests) == digest.digests(data, 4 * BLOCK)
     assert {what for what, seconds in clock.seconds.items() if seconds > 0} == {"digest", "write", "fsync"}
 
@@ -213,7 +215,7 @@ def test_piece_that_can_not_be_written_or_digested_raises_that_and_leaves_no_des
     before = sorted(Path("/proc/self/fd").iterdir())
     with monkeypatch.context() as patch, pytest.raises(OSError) as caught:
         patch.setattr(module, culprit, fail)
-        storage.write_file(tmp_path / "file", 0, b"", memory(32 * BLOCK))
+        writing.write_file(tmp_path / "file", 0, b"", memory(32 * BLOCK))
     assert caught.value.errno == errno.EIO
     assert len(calls) == 3
     assert sorted(Path("/proc/self/fd").iterdir()) == before
@@ -227,7 +229,7 @@ def test_full_disk_raises_and_what_is_discarded_leaves_nothing_behind(directory:
     folder = directory.partial("5")
     (folder / "rank-00000.values").symlink_to("/dev/full")
     with pytest.raises(OSError) as caught:
-        storage.write_file(folder / "rank-00000.values", 0, b"", memory(2 * BLOCK + 5))
+        writing.write_file(folder / "rank-00000.values", 0, b"", memory(2 * BLOCK + 5))
     assert caught.value.errno == errno.ENOSPC
     directory.discard("5")
     assert [path.name for path in directory.path.iterdir()] == [".lock"]
@@ -236,13 +238,14 @@ def test_full_disk_raises_and_what_is_discarded_leaves_nothing_behind(directory:
 _LIMITED = """
 import mmap, resource, sys
 from pathlib import Path
-from resilience.checkpoint import storage
+from resilience.checkpoint import writing
+from resilience.checkpoint.stores import local
 resource.setrlimit(resource.RLIMIT_FSIZE, (64 * 1024, 64 * 1024))
-directory = storage.Directory(Path(sys.argv[1]))
+directory = local.Directory(Path(sys.argv[1]))
 directory.claim("limited")
 try:
     folder = directory.partial("5")
-    storage.write_file(folder / "rank-00000.values", 0, b"h" * 4096, memoryview(mmap.mmap(-1, 1 << 20)))
+    writing.write_file(folder / "rank-00000.values", 0, b"h" * 4096, memoryview(mmap.mmap(-1, 1 << 20)))
 except OSError as error:
     sys.exit(error.errno)
 """
@@ -271,7 +274,7 @@ def file_size_limit(nbytes: int) -> Iterator[None]:
 
 def test_file_that_may_not_grow_is_a_failure_that_says_what_to_do(directory: Directory) -> None:
     folder = directory.partial("5")
-    values = storage.write_file(folder / "rank-00000.values", 0, b"", memoryview(b"values"))
+    values = writing.write_file(folder / "rank-00000.values", 0, b"", memoryview(b"values"))
     wanted = Write((1, 5), 1, 0, 0.0, set(), [], [asdict(values) | {"digests": list(values.digests)}])
     with file_size_limit(10):
         said = clerk.commit(directory, "5", wanted, {})
@@ -289,7 +292,7 @@ def test_mark_tells_nodes_that_they_share_a_directory_and_goes_with_its_maker(di
 
 def test_free_bytes_are_those_of_the_nearest_folder_that_is_there(tmp_path: Path) -> None:
     found = os.statvfs(tmp_path)
-    free = storage.free_bytes(tmp_path / "not" / "there")
+    free = local.free_bytes(tmp_path / "not" / "there")
     assert abs(free - found.f_bavail * found.f_frsize) < 1 << 30
 
 
@@ -298,7 +301,7 @@ def test_free_bytes_are_those_of_the_nearest_folder_that_is_there(tmp_path: Path
 _HOLD = """
 import sys
 from pathlib import Path
-from resilience.checkpoint.storage import Directory
+from resilience.checkpoint.stores.local import Directory
 directory = Directory(Path(sys.argv[1]))
 directory.claim("the-other-job")
 print("claimed", flush=True)
@@ -497,7 +500,7 @@ def test_checkpoint_that_is_not_whole_is_left_out_and_named(directory: Directory
     assert said in text
     assert text.endswith("It is left out.")
     with pytest.raises((ManifestError, OSError)):
-        storage.read_manifest(path)
+        local.read_manifest(path)
 
 
 def test_checkpoint_that_was_set_aside_is_left_out_with_the_reason_and_stays_on_disk(directory: Directory) -> None:
@@ -508,7 +511,7 @@ def test_checkpoint_that_was_set_aside_is_left_out_with_the_reason_and_stays_on_
     assert keys(directory.stored(complaints.append)) == [(1, 1)]
     assert complaints == [f"{path}: it was set aside: two restarts failed from it. It is left out."]
     assert directory.prune(1) == []
-    assert storage.read_manifest(path).step == 2
+    assert local.read_manifest(path).step == 2
 
 
 @pytest.mark.parametrize("name", [".aside", ".aside.new"])
@@ -607,7 +610,7 @@ def test_checkpoint_behind_a_link_is_pruned_by_removing_the_link(directory: Dire
     write(directory, 2)
     assert [item.manifest.step for item in directory.prune(1)] == [1]
     assert {path.name for path in directory.path.iterdir()} == {".lock", "step-00000002"}
-    assert storage.read_manifest(moved).step == 1
+    assert local.read_manifest(moved).step == 1
 
 
 def test_what_could_not_be_removed_is_tried_again_by_the_next_pruning(

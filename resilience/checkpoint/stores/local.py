@@ -6,7 +6,7 @@
     DIRECTORY/.lock                                  held while a job writes here
 
 A directory without a valid manifest is no checkpoint. What is being written stands in ``.partial-…`` and is swept by the next job.
-How bytes get into a file: :mod:`writing`.
+How bytes get into a file: :mod:`writing`. What is called what: :mod:`names`.
 """
 
 from __future__ import annotations
@@ -15,43 +15,26 @@ import contextlib
 import errno
 import fcntl
 import json
-import logging
 import os
-import re
 import secrets
 import socket
 import stat
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from resilience.checkpoint import digest, files, manifest, writing
+from resilience.checkpoint import files, manifest
 from resilience.checkpoint.manifest import File, Manifest, ManifestError
 from resilience.checkpoint.schedule import Every
-from resilience.checkpoint.writing import Stopwatch, Writer
+from resilience.checkpoint.stores.claims import in_use
+from resilience.checkpoint.stores.names import ASIDE, PARTIAL, STEP, number_of
+from resilience.checkpoint.writing import write_file
 from resilience.errors import CheckpointError
 
 if TYPE_CHECKING:
     from resilience.checkpoint.stores import Kept
-
-_LOG = logging.getLogger("resilience.checkpoint")
-T = TypeVar("T")
-STEP = re.compile(r"step-(\d+)(\.\d+)?\Z")
-PARTIAL = ".partial-"
-ASIDE = ".aside"
-MAX_MANIFEST = 256 << 20  # of some 5,000 ranks
-
-
-class DirectoryInUse(CheckpointError):  # noqa: N818 - reads as what it is
-    """Another job writes checkpoints into this directory. ``leaving``: it has ended, and only its last snapshot is yet to come."""
-
-    def __init__(self, text: str, *, leaving: bool = False) -> None:
-        super().__init__(text)
-        self.leaving = leaving
 
 
 @dataclass(frozen=True)
@@ -206,7 +189,7 @@ class Directory:
         return path
 
     def write(self, folder: str, name: str, rank: int, head: bytes, data: memoryview, **how: Any) -> File:
-        """Write a file into a folder, see :func:`write_file`."""
+        """Write a file into a folder, see :func:`writing.write_file`."""
         return write_file(self.path / f"{PARTIAL}{folder}" / name, rank, head, data, **how)
 
     def settle(self, folder: str) -> None:
@@ -254,50 +237,10 @@ class Directory:
         return gone
 
 
-def number_of(name: str) -> int:
-    """Return which one of several checkpoints of one step it is, by its name."""
-    found = STEP.match(name)
-    return int(found[2][1:]) if found and found[2] else 1
-
-
-def in_use(path: object, holder: str) -> DirectoryInUse:
-    """Say who has a directory, as far as its lock tells."""
-    try:
-        known = json.loads(holder)
-        who = f"host {known['host']}, pid {known['pid']}" + (f", run {known['run']}" if known.get("run") else "")
-        leaving = bool(known.get("leaving"))
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        who, leaving = "unknown", False
-    if leaving:
-        return DirectoryInUse(f"{path}: an earlier job's last snapshot is still being written ({who}).", leaving=True)
-    return DirectoryInUse(
-        f"{path}: another job writes its checkpoints here ({who}). Nothing was written. Give each job a directory of its own, or "
-        "end the other one."
-    )
-
-
-def patiently(claim: Callable[[], T], patience: float, moving: float = 0.0) -> T:
-    """Claim a directory; wait for an earlier job whose last snapshot is still being written. Raises :class:`DirectoryInUse`.
-
-    ``moving``: wait so long for anybody. In a job of several nodes rank 0 may have moved, and its old node may not know yet.
-    """
-    began, said = time.monotonic(), False
-    while True:
-        try:
-            return claim()
-        except DirectoryInUse as error:
-            if time.monotonic() > began + (patience if error.leaving else moving):
-                raise
-            if not said:
-                _LOG.info("%s Waiting for it.", error)
-            said = True
-            time.sleep(0.1)
-
-
 def read_manifest(path: Path) -> Manifest:
     """Read a checkpoint's manifest and look whether every file is there, in full. Raises ``ManifestError`` or ``OSError``."""
     try:
-        found = Manifest.from_bytes(files.read_small(path / manifest.NAME, MAX_MANIFEST))
+        found = Manifest.from_bytes(files.read_small(path / manifest.NAME, manifest.MAX_NBYTES))
     except FileNotFoundError:
         raise ManifestError("there is no manifest: it was never finished") from None
     for file in (*found.shards, *found.values):
@@ -317,47 +260,6 @@ def write_manifest(folder: Path, contents: Manifest) -> None:
     temporary = folder / f".{manifest.NAME}"
     write_file(temporary, 0, b"", memoryview(contents.as_bytes()))
     temporary.rename(folder / manifest.NAME)
-
-
-def write_file(
-    path: Path,
-    rank: int,
-    head: bytes,
-    data: memoryview,
-    *,
-    digests: Sequence[str] = (),
-    progress: Callable[[int], None] = lambda nbytes: None,
-    clock: Stopwatch | None = None,
-) -> File:
-    """Write a file: a header of whole blocks (or none), then data. It is on the disk when this returns. Raises ``OSError``.
-
-    Hazard: data is read twice, by the disk and for its digests; if it changes meanwhile the file is refused when it is read.
-
-    ``digests``: of the data's chunks, where they are known; else each piece's are computed in a thread while it is written.
-    ``progress``: called with the number of bytes of data in each piece that is written.
-    ``clock``: told the time for ``digest``, ``write`` and ``fsync``; of the first two only the longer one is waited for.
-    """
-    clock = clock or Stopwatch()
-    size = digest.chunk_size(len(data))
-
-    def digested(piece: memoryview) -> list[str]:
-        with clock("digest"):
-            return digest.digests(piece, size)
-
-    if not digests and len(data) <= size:
-        digests = digested(data)  # not worth a thread
-    found = [*([digest.digest(head)] if head else []), *digests]
-    with Writer(path) as writer, ThreadPoolExecutor(1, "resilience-digest") as beside:
-        writer.write_buffered(memoryview(head), 0)  # bytes stand at odd addresses, which direct writes refuse
-        for start, end in digest.chunks(len(data), size * max(1, writing.PIECE // size)):
-            pending = None if digests else beside.submit(digested, data[start:end])
-            with clock("write"):
-                writer.write(data[start:end], len(head) + start)
-            found += pending.result() if pending is not None else []
-            progress(end - start)
-        with clock("fsync"):
-            writer.finish(len(head) + len(data))
-    return File(path.name, rank, len(head) + len(data), len(head), size, tuple(found))
 
 
 def make_folder(path: Path) -> None:
@@ -387,12 +289,3 @@ def free_bytes(folder: Path) -> int:
         there = there.parent
     found = os.statvfs(there)
     return found.f_bavail * found.f_frsize
-
-
-def in_words(nbytes: float) -> str:
-    """Return a size as people read it."""
-    for unit in ("B", "kB", "MB"):
-        if nbytes < 1000:
-            return f"{nbytes:.3g} {unit}"
-        nbytes /= 1000
-    return f"{nbytes:.2f} GB"

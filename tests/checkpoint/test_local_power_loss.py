@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from resilience.checkpoint import digest, storage
+from resilience.checkpoint import digest, writing
 from resilience.checkpoint.manifest import Manifest
-from resilience.checkpoint.storage import Directory
+from resilience.checkpoint.stores.local import Directory
 from tests.checkpoint.power import Disk, Operation, Recorder
 
 WHERE = "a/b/checkpoints"
@@ -36,8 +36,8 @@ def contents(step: int) -> dict[str, bytes]:
 
 def write(directory: Directory, step: int) -> None:
     name = directory.partial(f"{step:08d}") / "rank-0000"
-    shards = [storage.write_file(Path(f"{name}{r}.safetensors"), r, HEAD, tensors(step, r)) for r in range(2)]
-    others = [storage.write_file(Path(f"{name}{r}.values"), r, b"", memoryview(values(step, r))) for r in range(2)]
+    shards = [writing.write_file(Path(f"{name}{r}.safetensors"), r, HEAD, tensors(step, r)) for r in range(2)]
+    others = [writing.write_file(Path(f"{name}{r}.values"), r, b"", memoryview(values(step, r))) for r in range(2)]
     directory.commit(f"{step:08d}", Manifest(step, 1, 0, 2, float(step), tuple(shards), tuple(others)))
 
 
