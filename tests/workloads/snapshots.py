@@ -103,7 +103,9 @@ def acknowledge(receipts: dict[int, Receipt]) -> None:
         level = receipt.level
         if level in (Level.COMPLETE, Level.REPLICATED, Level.DURABLE):
             note(f"{level.value.lower()}-{step}")
-        if level in (Level.DURABLE, Level.SKIPPED, Level.FAILED) or step < max(receipts) - 200:  # copies may take seconds
+        if (
+            level in (Level.DURABLE, Level.SKIPPED, Level.FAILED) or step < max(receipts) - 200
+        ):  # copies may take seconds
             del receipts[step]
 
 
