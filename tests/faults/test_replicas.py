@@ -213,7 +213,7 @@ def test_copy_that_was_damaged_in_memory_is_refused_and_the_job_goes_on_from_dis
 @pytest.mark.long
 def test_saver_that_is_killed_while_it_receives_costs_nothing_and_copies_are_made_again(tmp_path: Path) -> None:
     script = [SNAPSHOTS, str(tmp_path / "ck"), "400", "8192"]  # 2 MiB of each rank's own: a second each
-    with nodes(tmp_path, 2, script, BANDWIDTH="2MB/s", DT="0.05") as it:
+    with nodes(tmp_path, 2, script, BANDWIDTH="2MB/s", DT="0.05", LOCKSTEP="1") as it:
         await_replicated(it, 1)
         assert "through lo (127.0.0.1), 0.002 GB/s at most" in it.logs()
         kill(saver_of(it.nodes[1]))
