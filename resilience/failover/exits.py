@@ -13,6 +13,7 @@ NODE_LEFT = 76  # this node was taken out of the job, which goes on: replace the
 ABORTED = 77  # restarting can't help; the same code on every node
 SHUT_DOWN = 78  # a worker asked for it (ShutdownWorkload); the same code on every node
 PREEMPTED = 79  # asked to stop by SIGTERM or SIGUSR1, and did: requeue the job
+UNFIT = 80  # this node failed its check and never trained; the job goes on without it: repair or replace the node
 
 MEANINGS = {
     FAILED: "failed, or ended by a signal",
@@ -21,4 +22,5 @@ MEANINGS = {
     ABORTED: "restarting can't help",
     SHUT_DOWN: "shut down on request",
     PREEMPTED: "asked to stop; start it again to go on",
+    UNFIT: "this node failed its check; repair or replace it",
 }
