@@ -1,0 +1,1 @@
+"""A complete training job for Kubernetes, made from a few values."""
