@@ -1,13 +1,19 @@
-"""The ``resilience`` command."""
+"""The ``resilience`` command.
+
+Adapters bring commands of their own, as entry points of the group ``resilience.commands``: a name, and a ``main(argv)`` that
+returns the exit code. They are loaded when they are called, so that whoever does not call them needs nothing of theirs.
+"""
 
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import io
 import sys
+from collections.abc import Callable
 
 from resilience import __version__
-from resilience.errors import ResilienceError, nearest
+from resilience.errors import ConfigError, ResilienceError, nearest
 
 _USAGE = """\
 usage: resilience run [torchrun's options] [--ft-…] script.py [arguments]
@@ -15,6 +21,7 @@ usage: resilience run [torchrun's options] [--ft-…] script.py [arguments]
        resilience report RUN_DIR
        resilience checkpoint list|show|verify|export|prune DIRECTORY
        resilience store [--port PORT]
+       resilience kubernetes controller|podgroup|job …
        resilience --version
 
   run         start a training script and keep it running: torchrun, with a monitor per rank
@@ -22,7 +29,10 @@ usage: resilience run [torchrun's options] [--ft-…] script.py [arguments]
   report      print what happened in a run: one block for each cycle that failed
   checkpoint  look after checkpoints on disk
   store       serve the rendezvous store on a host that does not train
+  kubernetes  training jobs on Kubernetes: a job to start from, groups of Pods, the controller
 """
+_PLUGINS = "resilience.commands"
+_EXTRAS = {"kubernetes": "kubernetes"}  # commands of adapters that we ship: the extra that brings what they need
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -42,15 +52,43 @@ def main(argv: list[str] | None = None) -> int:
         "checkpoint": keep_checkpoints,
         "store": serve_store,
     }
-    act = commands.get(command)
-    if act is None:
-        sys.stderr.write(f"resilience: unknown command {command!r}.{nearest(command, commands)}\n{_USAGE}")
-        return 2
     try:
+        act = commands.get(command) or plugin(command)
+        if act is None:
+            known = {*commands, *_EXTRAS, *plugins()}
+            sys.stderr.write(f"resilience: unknown command {command!r}.{nearest(command, known)}\n{_USAGE}")
+            return 2
         return act(words[1:])
     except ResilienceError as error:
         sys.stderr.write(f"resilience {command}: {error}\n")
         return 2
+
+
+def plugins() -> dict[str, importlib.metadata.EntryPoint]:
+    """Return the commands that adapters bring, by name."""
+    return {entry.name: entry for entry in importlib.metadata.entry_points(group=_PLUGINS)}
+
+
+def plugin(name: str) -> Callable[[list[str]], int] | None:
+    """Return the command of an adapter, or None; raise where its package lacks something."""
+    entry = plugins().get(name)
+    extra = _EXTRAS.get(name)
+    install = f" Install it: pip install 'resilience-sdk[{extra}]'" if extra else ""
+    if entry is None and extra is None:
+        return None
+    if entry is None:
+        raise ConfigError(f"this installation has no command {name!r}.{install}")
+    load = entry.load
+
+    def act(argv: list[str]) -> int:
+        try:
+            return int(load()(argv))
+        except ModuleNotFoundError as error:
+            if str(error.name).partition(".")[0] == "resilience":
+                raise  # a mistake of ours, not a package that is not there
+            raise ConfigError(f"it needs the package {error.name!r}, which is not installed.{install}") from error
+
+    return act
 
 
 def run(argv: list[str]) -> int:

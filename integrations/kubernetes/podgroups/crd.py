@@ -24,7 +24,13 @@ SPEC: Mapping[str, Any] = {
     "properties": {
         "minMember": {**_COUNT, "description": "So many Pods must have joined, and find room, before any is placed."},
         "queue": {**_NAME, "default": "default", "description": "The queue whose resources the Pods use."},
-        "priority": {"type": "integer", "format": "int32", "minimum": 0, "maximum": 100, "description": "Larger first."},
+        "priority": {
+            "type": "integer",
+            "format": "int32",
+            "minimum": 0,
+            "maximum": 100,
+            "description": "Larger first.",
+        },
         "roles": {
             "type": "array",
             "items": _ROLE,
@@ -39,7 +45,7 @@ _CONDITION = {
     "type": "object",
     "required": ["type", "status"],
     "properties": {
-        **{name: _TEXT for name in ("type", "transitionID", "reason", "message")},
+        **dict.fromkeys(("type", "transitionID", "reason", "message"), _TEXT),
         "status": {"type": "string", "enum": ["True", "False", "Unknown"]},
         "lastTransitionTime": {"type": "string", "format": "date-time"},
     },
@@ -49,7 +55,7 @@ STATUS: Mapping[str, Any] = {
     "properties": {
         "conditions": {"type": "array", "items": _CONDITION},
         "allocated": {"type": "object", "additionalProperties": {"x-kubernetes-int-or-string": True}},
-        **{name: _TALLY for name in ("pending", "running", "succeeded", "failed", "unknown")},
+        **dict.fromkeys(("pending", "running", "succeeded", "failed", "unknown"), _TALLY),
     },
 }
 

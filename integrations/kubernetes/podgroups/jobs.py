@@ -1,7 +1,7 @@
 """From a job to its group: where each kind of job keeps its replicas, and what it says of scheduling.
 
 T9k's eight kinds ask for a group with ``spec.scheduler.t9kScheduler``. ``batch/v1`` Jobs and JobSets, which have no such field, ask
-with the label ``resilience/gang`` (a scheduler's name), and annotations for queue and priority.
+with the label ``resilience.dev/gang`` (a scheduler's name), and annotations for queue and priority.
 
 Rule: only replicas that are written as such count. A launcher that a controller adds on its own (MPIJob, ColossalAIJob), and what
 BeamJob starts once its cluster runs, may come after the others are ready: a group that counted it would wait for itself.
@@ -15,17 +15,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from resilience.errors import nearest
 from resilience.integrations.kubernetes.parts import Kind, Thing
 from resilience.integrations.kubernetes.podgroups.group import DEFAULT_QUEUE, Owner, PodGroup, PodGroupError, Role
 from resilience.integrations.kubernetes.podgroups.schedulers import GangScheduler, scheduler
 
+from resilience.errors import nearest
+
 T9K_GROUP, T9K_VERSION = "batch.tensorstack.dev", "v1beta1"
-GANG = "resilience/gang"  # label of a Job or JobSet: the gang scheduler that is to place it
-QUEUE = "resilience/gang-queue"
-PRIORITY = "resilience/gang-priority"
-MIN_MEMBER = "resilience/gang-min-member"
-SCHEDULER_NAME = "resilience/gang-scheduler-name"
+GANG = "resilience.dev/gang"  # label of a Job or JobSet: the gang scheduler that is to place it
+QUEUE = "resilience.dev/gang-queue"
+PRIORITY = "resilience.dev/gang-priority"
+MIN_MEMBER = "resilience.dev/gang-min-member"
+SCHEDULER_NAME = "resilience.dev/gang-scheduler-name"
 
 Replicas = Mapping[str, int]  # by role
 

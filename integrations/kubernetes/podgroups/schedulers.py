@@ -12,9 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from resilience.errors import nearest
 from resilience.integrations.kubernetes.parts import Kind
-from resilience.integrations.kubernetes.podgroups.group import DEFAULT_QUEUE, PodGroup, PodGroupError
+from resilience.integrations.kubernetes.podgroups.group import DEFAULT_QUEUE, PodGroup, PodGroupError, Role
+
+from resilience.errors import nearest
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ class GangScheduler(ABC):
     name: str
     kind: Kind
     default_scheduler: str
+    group_key: tuple[str, str]  # where a Pod says which group it belongs to: labels or annotations, and the key there
 
     def __init__(self, scheduler_name: str = "") -> None:
         self.scheduler_name = scheduler_name or self.default_scheduler
@@ -69,9 +71,10 @@ class GangScheduler(ABC):
     def marks(self, group: PodGroup, role: str = "") -> Marks:
         """Return what a Pod of the group carries; with a role, that role's."""
 
-    @abstractmethod
     def group_of(self, pod: Mapping[str, Any]) -> str:
         """Return the group that a Pod says it belongs to, or an empty string."""
+        part, key = self.group_key
+        return str((pod["metadata"].get(part) or {}).get(key, ""))
 
     def notes(self, group: PodGroup) -> tuple[str, ...]:
         """Return what this scheduler can't be told of the group, in sentences."""
@@ -85,6 +88,7 @@ class T9k(GangScheduler):
     kind = Kind("scheduler.tensorstack.dev", "v1beta1", "podgroups", optional=True)
     default_scheduler = "t9k-scheduler"
     group_label = "scheduler.tensorstack.dev/group-name"
+    group_key = ("labels", group_label)
     role_label = "scheduler.tensorstack.dev/role"
     queue_label = "scheduler.tensorstack.dev/queue"
 
@@ -102,9 +106,6 @@ class T9k(GangScheduler):
             labels[self.role_label] = group.role(role).name
         return Marks(labels, scheduler_name=self.scheduler_name)
 
-    def group_of(self, pod: Mapping[str, Any]) -> str:
-        return str((pod["metadata"].get("labels") or {}).get(self.group_label, ""))
-
 
 class Coscheduling(GangScheduler):
     """The coscheduling plugin of kubernetes-sigs/scheduler-plugins: a name and a number."""
@@ -113,6 +114,7 @@ class Coscheduling(GangScheduler):
     kind = Kind("scheduling.x-k8s.io", "v1alpha1", "podgroups", optional=True)
     default_scheduler = "scheduler-plugins-scheduler"
     group_label = "scheduling.x-k8s.io/pod-group"
+    group_key = ("labels", group_label)
 
     def spec(self, group: PodGroup) -> dict[str, Any]:
         return {"minMember": group.min_member}
@@ -121,9 +123,6 @@ class Coscheduling(GangScheduler):
         if role:
             group.role(role)  # raises for one that the group does not have
         return Marks({self.group_label: group.name}, scheduler_name=self.scheduler_name)
-
-    def group_of(self, pod: Mapping[str, Any]) -> str:
-        return str((pod["metadata"].get("labels") or {}).get(self.group_label, ""))
 
     def notes(self, group: PodGroup) -> tuple[str, ...]:
         found = []
@@ -150,6 +149,7 @@ class Volcano(GangScheduler):
     kind = Kind("scheduling.volcano.sh", "v1beta1", "podgroups", optional=True)
     default_scheduler = "volcano"
     group_annotation = "scheduling.k8s.io/group-name"
+    group_key = ("annotations", group_annotation)
     task_annotation = "volcano.sh/task-spec"
 
     def spec(self, group: PodGroup) -> dict[str, Any]:
@@ -163,9 +163,6 @@ class Volcano(GangScheduler):
         if role:
             annotations[self.task_annotation] = group.role(role).name
         return Marks(annotations=annotations, scheduler_name=self.scheduler_name)
-
-    def group_of(self, pod: Mapping[str, Any]) -> str:
-        return str((pod["metadata"].get("annotations") or {}).get(self.group_annotation, ""))
 
     def notes(self, group: PodGroup) -> tuple[str, ...]:
         found = []
@@ -192,3 +189,22 @@ def scheduler(name: str = "t9k", scheduler_name: str = "") -> GangScheduler:
             f"unknown gang scheduler {name!r}.{nearest(name, SCHEDULERS)} Known: {', '.join(SCHEDULERS)}."
         )
     return SCHEDULERS[name](scheduler_name)
+
+
+def read(resource: Mapping[str, Any]) -> tuple[PodGroup, GangScheduler]:
+    """Return the description behind a custom resource, of whichever scheduler it is; its owner is left out."""
+    version, spec = str(resource.get("apiVersion", "")), resource.get("spec") or {}
+    by = next((made for known in SCHEDULERS.values() if (made := known()).api_version == version), None)
+    if by is None or resource.get("kind") != "PodGroup":
+        raise PodGroupError(f"{resource.get('kind')} of {version!r} is no PodGroup that we know.")
+    told = spec.get("minTaskMember") or {role["name"]: role["minMember"] for role in spec.get("roles") or ()}
+    metadata = resource["metadata"]
+    group = PodGroup(
+        str(metadata.get("name", "")),
+        spec.get("minMember", 0),
+        spec.get("queue") or DEFAULT_QUEUE,
+        spec.get("priority"),
+        tuple(Role(name, number) for name, number in told.items()),
+        metadata.get("namespace", ""),
+    )
+    return group, by

@@ -1,0 +1,215 @@
+"""What a training job is made from: every value, what it means, and what it may be.
+
+Rule: the dataclass is the one list. Flags, the keys of a values file and the documentation come from it; an unknown key raises and
+names the nearest.
+
+Hazard: snapshots live in memory that counts against the container's limit. A limit without them is a job that is killed at step 0.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from resilience.integrations.kubernetes.podgroups import PodGroup, PodGroupError
+from resilience.integrations.kubernetes.podgroups.schedulers import SCHEDULERS
+
+from resilience.errors import ConfigError, nearest
+
+NO_GANG = "none"
+_NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
+_QUANTITY = re.compile(r"(\d+(?:\.\d+)?)([EPTGMk]i?|Ki|m|)")
+_SCALE = {"": 1.0, "m": 0.001, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "E": 1e18}
+_SCALE |= {f"{unit}i": 1024.0**power for power, unit in enumerate("KMGTPE", 1)}
+_LONGEST = 63  # of a host name
+
+
+class ValuesError(ConfigError):
+    """A value of a training job that can't be meant."""
+
+
+def _value(default: Any, doc: str) -> Any:
+    if isinstance(default, dict):
+        return field(default_factory=dict, metadata={"doc": doc})
+    return field(default=default, metadata={"doc": doc})
+
+
+@dataclass(frozen=True)
+class JobValues:
+    """A training job. ``name``, ``image`` and ``script`` are needed; everything else has a default that runs."""
+
+    name: str = _value("", "of the Job, its Service and its PodGroup")
+    image: str = _value("", "container image with the script, torch and resilience-sdk in it")
+    script: tuple[str, ...] = _value((), "the training script and its arguments, as after `resilience run`")
+    namespace: str = _value("", "empty: the current one")
+    nodes: int = _value(1, "Pods, one launcher in each")
+    min_nodes: int = _value(0, "the job may go on with so few; 0: it needs all")
+    nproc_per_node: int = _value(0, "ranks in each Pod; 0: one for each GPU, or one")
+    gpus_per_node: int = _value(0, "GPUs of each Pod")
+    gpu_resource: str = _value("nvidia.com/gpu", "what the cluster calls a GPU")
+    cpu: str = _value("4", "processors of each Pod")
+    memory: str = _value("8Gi", "memory of each Pod for training itself, without snapshots and shared memory")
+    snapshot_state: str = _value(
+        "0", "size of what FlashCheckpoint saves in one Pod, all its ranks together; its slots are added to memory"
+    )
+    slots: int = _value(0, "FlashCheckpoint(slots=…); 0: its default, 3, with replicas 4")
+    replicas: int = _value(0, "FlashCheckpoint(replicas=…): copies of other nodes' snapshots are added to memory")
+    shm: str = _value("1Gi", "size of /dev/shm, for data loaders and NCCL, added to memory; 0: the runtime's 64 MiB")
+    max_restarts: int = _value(10, "--max-restarts of the launcher")
+    stop_grace: int = _value(60, "--ft-stop-grace, in seconds; the Pod's termination grace is longer by 30 s")
+    port: int = _value(29400, "of the rendezvous")
+    store: str = _value("", "HOST:PORT of a `resilience store`; empty: Pod 0 has the store")
+    launcher_args: tuple[str, ...] = _value((), "more flags for `resilience run`")
+    env: Mapping[str, str] = _value({}, "environment variables of the container")
+    checkpoint_claim: str = _value("", "PersistentVolumeClaim for checkpoints that is there already")
+    checkpoint_size: str = _value("", "make a PersistentVolumeClaim of this size for checkpoints")
+    storage_class: str = _value("", "of that claim; empty: the cluster's default")
+    checkpoint_path: str = _value("/checkpoints", "where checkpoints are mounted; reports go below it too")
+    gang: str = _value("t9k", "gang scheduler: t9k, coscheduling, volcano; none: Pods are placed one by one")
+    scheduler_name: str = _value("", "its schedulerName, where that is not the usual one")
+    queue: str = _value("default", "of the PodGroup")
+    priority: int = _value(-1, "of the PodGroup, 0 to 100; -1: the scheduler's default")
+    controller: bool = _value(False, "`resilience kubernetes controller` runs in the cluster and makes the PodGroup")
+    backoff_limit: int = _value(-1, "Pods that may fail in ways that are counted; -1: three for each node")
+    active_deadline: int = _value(0, "seconds after which the Job is ended whatever it does; 0: none")
+    ttl_after_finished: int = _value(0, "seconds after which a finished Job is deleted; 0: it stays")
+    node_selector: Mapping[str, str] = _value({}, "labels of the nodes to run on")
+    priority_class: str = _value("", "priorityClassName of the Pods")
+    service_account: str = _value("", "of the Pods; they need no rights")
+    image_pull_policy: str = _value("IfNotPresent", "Always, IfNotPresent or Never")
+    image_pull_secrets: tuple[str, ...] = _value((), "names of Secrets")
+
+    def __post_init__(self) -> None:
+        for item in dataclasses.fields(self):
+            object.__setattr__(self, item.name, _typed(item.name, getattr(self, item.name), item))
+        for name in ("name", "image", "script"):
+            if not getattr(self, name):
+                raise ValuesError(f"{name} is missing: {documentation()[name]}.")
+        self._check_names()
+        self._check_numbers()
+
+    def _check_names(self) -> None:
+        last = f"{self.name}-{self.nodes - 1}"
+        if not _NAME.fullmatch(self.name) or len(last) > _LONGEST:
+            raise ValuesError(
+                f"name {self.name!r} can't be used: small letters, digits and '-', a letter first, and with the number of the "
+                f"last Pod at most {_LONGEST} characters, since it is a host name ({last!r} has {len(last)})."
+            )
+        if self.gang != NO_GANG and self.gang not in SCHEDULERS:
+            known = [*SCHEDULERS, NO_GANG]
+            raise ValuesError(f"gang {self.gang!r} is unknown.{nearest(self.gang, known)} Known: {', '.join(known)}.")
+        if self.image_pull_policy not in ("Always", "IfNotPresent", "Never"):
+            raise ValuesError(f"image_pull_policy {self.image_pull_policy!r}: Always, IfNotPresent or Never.")
+        if self.checkpoint_claim and self.checkpoint_size:
+            raise ValuesError(
+                "checkpoint_claim names a claim that is there, checkpoint_size makes one: give one of them."
+            )
+        if not self.checkpoint_path.startswith("/"):
+            raise ValuesError(f"checkpoint_path {self.checkpoint_path!r} must be absolute.")
+        host, _, port = self.store.rpartition(":")
+        if self.store and not (host and port.isdigit()):
+            raise ValuesError(f"store {self.store!r}: write HOST:PORT, as `resilience store` prints it.")
+        if self.gang != NO_GANG:
+            self.group()
+
+    def _check_numbers(self) -> None:
+        least = {"nodes": 1, "nproc_per_node": 0, "gpus_per_node": 0, "slots": 0, "replicas": 0, "max_restarts": 0}
+        least |= {"stop_grace": 1, "min_nodes": 0, "active_deadline": 0, "ttl_after_finished": 0, "backoff_limit": -1}
+        for name, lowest in least.items():
+            if getattr(self, name) < lowest:
+                raise ValuesError(f"{name} is {getattr(self, name)}: it must be at least {lowest}.")
+        if self.min_nodes > self.nodes:
+            raise ValuesError(f"min_nodes is {self.min_nodes}, above nodes, {self.nodes}.")
+        if not 0 < self.port < 65536:
+            raise ValuesError(f"port {self.port} is no port.")
+        if self.replicas and self.nodes < 2:
+            raise ValuesError("replicas are copies on other nodes, and nodes is 1.")
+        for name in ("cpu", "memory", "snapshot_state", "shm"):
+            quantity(getattr(self, name), name)
+        if self.checkpoint_size:
+            quantity(self.checkpoint_size, "checkpoint_size")
+
+    @property
+    def ranks(self) -> int:
+        """Return how many ranks run in each Pod."""
+        return self.nproc_per_node or self.gpus_per_node or 1
+
+    @property
+    def snapshot_bytes(self) -> int:
+        """Return how much memory of a Pod its snapshots take: its slots, and two copies for each replica that it keeps."""
+        slots = self.slots or (4 if self.replicas else 3)
+        return int(quantity(self.snapshot_state, "snapshot_state") * (slots + 2 * self.replicas))
+
+    @property
+    def memory_bytes(self) -> int:
+        """Return the memory of a Pod, everything included."""
+        return int(quantity(self.memory, "memory") + quantity(self.shm, "shm")) + self.snapshot_bytes
+
+    def group(self) -> PodGroup:
+        """Return the group that the Pods start in."""
+        priority = None if self.priority < 0 else self.priority
+        try:
+            return PodGroup(self.name, self.min_nodes or self.nodes, self.queue, priority, namespace=self.namespace)
+        except PodGroupError as error:
+            raise ValuesError(str(error)) from error
+
+
+def documentation() -> dict[str, str]:
+    """Return what each value means."""
+    return {item.name: str(item.metadata["doc"]) for item in dataclasses.fields(JobValues)}
+
+
+def from_mapping(given: Mapping[str, Any], source: str = "values") -> JobValues:
+    """Return the values in a mapping; raise for a key that there is not."""
+    known = documentation()
+    for key in given:
+        if key not in known:
+            raise ValuesError(f"unknown value {key!r} ({source}).{nearest(str(key), known)}")
+    return JobValues(**given)
+
+
+def from_file(path: str) -> dict[str, Any]:
+    """Return what a values file says, unchecked but for its form."""
+    try:
+        found = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError) as error:
+        raise ValuesError(f"the values file {path} can't be read: {error}") from error
+    if found is None:
+        return {}
+    if not isinstance(found, dict):
+        raise ValuesError(f"the values file {path} must hold keys and values, not {type(found).__name__}.")
+    return found
+
+
+def quantity(text: str, name: str) -> float:
+    """Return a Kubernetes quantity as a number."""
+    found = _QUANTITY.fullmatch(text)
+    if found is None:
+        raise ValuesError(f"{name} {text!r} is no quantity: write 500m, 4, 16Gi, 200G.")
+    return float(found[1]) * _SCALE[found[2]]
+
+
+def _typed(name: str, value: Any, item: dataclasses.Field[Any]) -> Any:
+    """Return a value in the type of its field; raise where it is of another one."""
+    default = {} if item.default is dataclasses.MISSING else item.default
+    if isinstance(default, bool):
+        fits, wanted = isinstance(value, bool), "true or false"
+    elif isinstance(default, int):
+        fits, wanted = type(value) is int, "a whole number"
+    elif isinstance(default, tuple):
+        fits = isinstance(value, (list, tuple)) and all(isinstance(word, (str, int, float)) for word in value)
+        value, wanted = tuple(map(str, value)) if fits else value, "a list of words"
+    elif isinstance(default, dict):
+        fits = isinstance(value, Mapping) and all(isinstance(entry, (str, int, float)) for entry in value.values())
+        value, wanted = {str(k): str(v) for k, v in value.items()} if fits else value, "names and texts"
+    else:
+        fits = isinstance(value, str) or type(value) in (int, float)
+        value, wanted = str(value) if fits else value, "a text"
+    if not fits:
+        raise ValuesError(f"{name} is {value!r}: it must be {wanted}.")
+    return value

@@ -1,0 +1,100 @@
+"""Groups in a real cluster, by a person's command or by the controller: made first, then Pods join.
+
+Rule: everything here may be done twice. What is there and right is left alone; what somebody else changed in between is read again.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from resilience.integrations.kubernetes.api import Conflict, NotFound
+from resilience.integrations.kubernetes.parts import PODS, Kind, Thing
+from resilience.integrations.kubernetes.podgroups.group import PodGroup, PodGroupError
+from resilience.integrations.kubernetes.podgroups.members import GIVEN, MADE, MAKER, Warning_, compare, joined
+from resilience.integrations.kubernetes.podgroups.schedulers import GangScheduler
+
+CREATED, UPDATED, UNCHANGED = "created", "updated", "unchanged"
+_TRIES = 4  # somebody else may create, change or delete it meanwhile, a few times
+
+
+class Cluster(Protocol):
+    """What is needed of :class:`resilience.integrations.kubernetes.api.Api`."""
+
+    def get(self, kind: Kind, name: str, namespace: str = "") -> dict[str, Any]:
+        """Return one thing."""
+
+    def create(self, kind: Kind, thing: Thing, namespace: str = "") -> dict[str, Any]:
+        """Create a thing."""
+
+    def patch(self, kind: Kind, name: str, change: Any, namespace: str = "") -> dict[str, Any]:
+        """Change a thing by a merge patch."""
+
+
+class Later(PodGroupError):  # noqa: N818 - reads as what it is
+    """It can't be done now, and will be possible by itself."""
+
+
+class Refused(PodGroupError):  # noqa: N818
+    """It was left alone. ``warning`` says why."""
+
+    def __init__(self, warning: Warning_) -> None:
+        self.warning = warning
+        super().__init__(warning.text)
+
+
+def ensure(api: Cluster, group: PodGroup, by: GangScheduler, *, by_hand: bool = False) -> tuple[str, Thing]:
+    """Have a group in the cluster as it is described; return what was done, and the group as it is."""
+    wanted = by.resource(group)
+    if not by_hand:
+        wanted["metadata"]["annotations"] = {MADE: MAKER}
+    for _ in range(_TRIES):
+        try:
+            return CREATED, api.create(by.kind, wanted, group.namespace)
+        except Conflict:
+            pass
+        except NotFound as error:
+            raise _absent(by, error) from error
+        try:
+            found = api.get(by.kind, group.name, group.namespace)
+            verdict = compare(found, wanted, by_hand=by_hand)
+            if verdict.warning is not None:
+                raise Refused(verdict.warning)
+            if verdict.stale:
+                raise Later(
+                    f"PodGroup {group.name!r} is still that of a job that was deleted. It is made anew when the cluster's garbage "
+                    "collector has removed it."
+                )
+            if verdict.patch is None:
+                return UNCHANGED, found
+            return UPDATED, api.patch(by.kind, group.name, verdict.patch, group.namespace)
+        except (Conflict, NotFound):
+            continue
+    raise Later(f"PodGroup {group.name!r} was changed by somebody else {_TRIES} times meanwhile.")
+
+
+def _absent(by: GangScheduler, error: Exception) -> PodGroupError:
+    hint = " `resilience kubernetes podgroup crd` prints it." if by.name == "t9k" else ""
+    return PodGroupError(
+        f"the cluster has no {by.kind.plural}.{by.kind.group}/{by.kind.version}, or no such namespace ({error}). Nothing was "
+        f"created. Install the scheduler's custom resource definition.{hint}"
+    )
+
+
+def join(api: Cluster, group: PodGroup, by: GangScheduler, pod: str, role: str = "") -> str:
+    """Label a Pod that waits, so that it belongs to a group; raise ``GroupIsFixed`` where it is in another one."""
+    found = api.get(PODS, pod, group.namespace)
+    marks = joined(found, group, by, role)
+    scheduler = (found.get("spec") or {}).get("schedulerName") or "default-scheduler"
+    if scheduler != by.scheduler_name:
+        raise PodGroupError(
+            f"Pod {pod} waits for {scheduler!r}, and a Pod's scheduler can't be changed: nothing was labelled. Delete it and "
+            f"create it again with schedulerName: {by.scheduler_name}."
+        )
+    metadata = found["metadata"]
+    labels, annotations = metadata.get("labels") or {}, metadata.get("annotations") or {}
+    wanted = {**marks.annotations, GIVEN: group.name}
+    if all(labels.get(key) == value for key, value in marks.labels.items()) and wanted.items() <= annotations.items():
+        return UNCHANGED
+    change = {"uid": metadata["uid"], "resourceVersion": metadata["resourceVersion"]}
+    api.patch(PODS, pod, {"metadata": {**change, "labels": dict(marks.labels), "annotations": wanted}}, group.namespace)
+    return UPDATED
