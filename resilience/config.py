@@ -100,6 +100,12 @@ class FailoverConfig:
     node_name: str | None = _setting(
         None, "name of this node in exclusions and budgets; default: its host name", "text"
     )
+    node_group: str | None = _setting(
+        None, "name of the group of nodes that this one belongs to, a rack for instance: ranks are contiguous in it", "text"
+    )
+    node_group_index: int | None = _setting(
+        None, "place of that group among the groups, from 0; it stays when the group moves elsewhere", "number"
+    )
     stop_grace: float = _setting(
         25.0, "from a request to stop (SIGTERM, SIGUSR1) until the workers are ended", "positive"
     )
@@ -232,7 +238,7 @@ ENV_CYCLE = "RESILIENCE_CYCLE"
 ENV_LAUNCHER_PID = "RESILIENCE_LAUNCHER_PID"
 ENV_LATE_ATTACH = "RESILIENCE_LATE_ATTACH"
 ENV_RUN = "RESILIENCE_RUN"
-ENV_NODE_GROUP = "RESILIENCE_NODE_GROUP"
+ENV_NODE_GROUP = "RESILIENCE_NODE_GROUP"  # also the setting node_group: the launcher tells its workers what it was told
 # What people tell a rank, past the launcher.
 ENV_SIMULATED_FAULT = "RESILIENCE_SIMULATED_FAULT"
 ENV_FINISHED_FLAG_FILE = "FAULT_TOL_FINISHED_FLAG_FILE"
@@ -242,7 +248,6 @@ _WORKER_VARIABLES = {
     ENV_LAUNCHER_PID,
     ENV_LATE_ATTACH,
     ENV_RUN,
-    ENV_NODE_GROUP,
     ENV_SIMULATED_FAULT,
 }
 

@@ -40,7 +40,7 @@ PUBLIC = [
 
 # Which rooms a room may import, besides itself. Nothing imports what stands above it.
 BASE = {"config", "errors"}
-ADAPTERS_MAY_IMPORT = {"checkpoint", "failover", "integrations", "pulse", "recording", *BASE}  # what a rank may
+ADAPTERS_MAY_IMPORT = {"checkpoint", "failover", "groups", "integrations", "pulse", "recording", *BASE}  # what a rank may
 MAY_IMPORT = {
     "errors": set[str](),
     "config": {"errors", "values"},
@@ -49,9 +49,10 @@ MAY_IMPORT = {
     "recording": {"pulse", *BASE},
     "monitor": {"pulse", *BASE},
     "failover": {"pulse", *BASE},
+    "groups": BASE,
     "observe": {"failover", "pulse", *BASE},
     "checkpoint": {"pulse", *BASE},
-    "launcher": {"checkpoint", "failover", "monitor", "observe", "pulse", "values", *BASE},
+    "launcher": {"checkpoint", "failover", "groups", "monitor", "observe", "pulse", "values", *BASE},
     "_worker": {"pulse", "recording", *BASE},
     "__init__": {"checkpoint", "pulse", "recording", "errors"},
     "__main__": {"checkpoint", "launcher", "observe", "errors", "__init__"},
@@ -190,6 +191,7 @@ def test_nothing_imports_the_integrations() -> None:
 def test_adapters_stand_on_what_a_rank_may_import_and_on_their_own_framework(module: str) -> None:
     own = {"lightning": {"lightning", "pytorch_lightning"}, "pytorch_lightning": {"pytorch_lightning"}}
     own["huggingface"] = {"transformers"}
+    own["kubernetes"] = {"kubernetes", "urllib3", "yaml"}
     parts = module.split(".")
     frameworks = own.get(parts[2], set()) if len(parts) > 2 else set()
     for name in imports(adapters()[module]):

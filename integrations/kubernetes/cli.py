@@ -11,16 +11,19 @@ _USAGE = """\
 usage: resilience kubernetes job render [--values FILE] [options]
        resilience kubernetes podgroup render|apply|join|crd [options]
        resilience kubernetes controller [options]
+       resilience kubernetes manifests [options]
 
   job         print a complete training job: Service, PodGroup and Job, ready for `kubectl apply -f -`
   podgroup    groups of Pods that start together: print one, apply one, have Pods join it
   controller  watch the cluster, and do for training jobs what they may not do themselves
+  manifests   print the controller's Deployment, account and roles
 """
 
 # name: module:function, called with the words behind the name; returns the exit code
 COMMANDS = {
     "controller": "resilience.integrations.kubernetes.controller:main",
     "job": "resilience.integrations.kubernetes.job.cli:main",
+    "manifests": "resilience.integrations.kubernetes.manifests:main",
     "podgroup": "resilience.integrations.kubernetes.podgroups.cli:main",
 }
 

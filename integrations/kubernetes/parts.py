@@ -1,8 +1,8 @@
 """The duties of the controller: each is told what changes in the cluster, and acts.
 
 1) (controller) calls ``kinds()`` once, and lists and watches every kind that a part names
-2) (controller) calls ``changed(kind, verb, thing)`` for everything that is listed, and then for every change; after a connection
-   that was lost it lists again, so a part is told the same thing twice, and of things that are gone as ``DELETED``
+2) (controller) calls ``changed(kind, verb, thing)`` for everything that is listed, and then for every change; where the server has
+   forgotten what came in between it lists again, so a part is told the same thing twice, and of things that are gone as ``DELETED``
 3) (controller) calls ``tick(now)`` about once a second, once the first lists are through
 
 All three come from one thread. A part that raises is told the same thing again later, with a growing pause: what it does must be
@@ -29,6 +29,7 @@ class Kind:
     plural: str
     selector: str = ""
     optional: bool = False  # its custom resource may not be installed: then it is looked for again now and then
+    namespaced: bool = True
 
     @property
     def path(self) -> str:
@@ -37,7 +38,7 @@ class Kind:
 
 
 PODS = Kind("", "v1", "pods")
-NODES = Kind("", "v1", "nodes")
+NODES = Kind("", "v1", "nodes", namespaced=False)
 
 
 class Part(Protocol):

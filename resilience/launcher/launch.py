@@ -23,6 +23,7 @@ from resilience.config import Settings
 from resilience.failover import exits
 from resilience.failover.extension import Extension
 from resilience.failover.failure import HARDWARE_CODES
+from resilience.groups import topology
 from resilience.launcher import cuda, deadlines, lines, rundir
 from resilience.launcher.agent import Agent
 from resilience.launcher.coroner import Coroner
@@ -83,6 +84,7 @@ class Session:
                 config.ENV_SOCKET: self.hub.socket_path,
                 config.ENV_LAUNCHER_PID: str(os.getpid()),
                 config.ENV_RUN: str(self.run_dir),
+                config.ENV_NODE_GROUP: _group(settings),
                 config.ENV_LATE_ATTACH: None if self._has_trampoline() else "1",
                 "TORCHELASTIC_SIGNALS_TO_HANDLE": launch.signals_to_handle,
                 **cuda.variables(self.run_dir, config.environment()),
@@ -262,6 +264,12 @@ def leave_in_time(agent: Agent, limit: float) -> None:
     leaving = threading.Thread(target=agent.leave, name="resilience-leave", daemon=True)
     leaving.start()
     leaving.join(limit)
+
+
+def _group(settings: Settings) -> str | None:
+    """Return the name of the nodes that fail together with this one: copies of snapshots go to others."""
+    place = topology.given(settings.failover.node_group, settings.failover.node_group_index)
+    return place.name or place.key or None
 
 
 def _rendezvous(launch: LaunchConfig) -> RendezvousParameters:

@@ -1,4 +1,7 @@
-"""Which rank a node gets. Pure: the members of a round in, one rank each out; a node's workers then stand next to each other."""
+"""Which rank a node gets. Pure: the members of a round in, one rank each out; a node's workers then stand next to each other.
+
+Where groups of nodes are known, a group's nodes stand next to each other too, and the groups keep their order over restarts.
+"""
 
 from __future__ import annotations
 
@@ -29,28 +32,74 @@ def assign(members: Sequence[Member], by_infra: bool) -> dict[str, int]:
     ``by_infra``: in the order of the infrastructure's ranks, whatever a node had before; nodes without one, and nodes that
     claim the same one, follow in the order of their descriptors. Otherwise, and where no node has one: a node keeps the rank it
     had, gaps are filled by newcomers in the order of their descriptors.
+
+    Where groups are known they come first: each is a block of ranks, and the rules above hold within it. Nodes without a group
+    follow.
     """
-    given = any(member.infra is not None for member in members)
-    return _by_infra(members) if by_infra and given else _by_descriptor(members)
+    given = by_infra and any(member.infra is not None for member in members)
+    if not any(_group(member) for member in members):
+        return _by_infra(members) if given else _by_descriptor(members)
+    ranks: dict[str, int] = {}
+    for block in _blocks(members):
+        ranks.update(_by_infra(block, len(ranks)) if given else _by_descriptor(block, len(ranks)))
+    return ranks
 
 
-def _by_infra(members: Sequence[Member]) -> dict[str, int]:
+def _group(member: Member) -> tuple[int, str] | None:
+    """Return what tells a member's group from others: its index, which stays when the group moves, else its name."""
+    if member.group_index is not None:
+        return (member.group_index, "")
+    return (-1, member.group) if member.group else None
+
+
+def _blocks(members: Sequence[Member]) -> list[list[Member]]:
+    """Return the members by group, in the groups' order, those without one last.
+
+    Groups with an index come in its order. Those with only a name stand where they stood: one that is new, as one that moved to
+    another rack is, takes a gap that is large enough, else it follows.
+    """
+    found: dict[tuple[int, str] | None, list[Member]] = {}
+    for member in members:
+        found.setdefault(_group(member), []).append(member)
+    rest = found.pop(None, [])
+    indexed = [found[key] for key in sorted(key for key in found if key is not None and not key[1])]
+    named = [found[key] for key in sorted((key for key in found if key is not None and key[1]), key=lambda it: _natural(it[1]))]
+    order, at = indexed, sum(len(block) for block in indexed)
+    known = sorted((_first(block), index) for index, block in enumerate(named) if _first(block) >= 0)
+    fresh = [block for block in named if _first(block) < 0]
+    for first, index in known:
+        for block in list(fresh):
+            if at + len(block) <= first:
+                order.append(block)
+                fresh.remove(block)
+                at += len(block)
+        order.append(named[index])
+        at += len(named[index])
+    return [*order, *fresh, *([rest] if rest else [])]
+
+
+def _first(block: Sequence[Member]) -> int:
+    """Return the first rank that a group had in the round before, or -1 where it was not there."""
+    return min((member.rank for member in block if member.rank is not None), default=-1)
+
+
+def _by_infra(members: Sequence[Member], first: int = 0) -> dict[str, int]:
     given = [member.infra for member in members if member.infra is not None]
     if len(set(given)) < len(given):
         _LOG.warning("several nodes claim the same rank from the infrastructure (%s); they are put in order.", given)
     order = sorted(members, key=lambda it: (it.infra is None, it.infra or 0, _natural(it.id), it.id))
-    return {member.id: rank for rank, member in enumerate(order)}
+    return {member.id: rank for rank, member in enumerate(order, first)}
 
 
-def _by_descriptor(members: Sequence[Member]) -> dict[str, int]:
+def _by_descriptor(members: Sequence[Member], first: int = 0) -> dict[str, int]:
     ranks: dict[str, int] = {}
     taken: set[int] = set()
     order = sorted(members, key=lambda it: (_natural(it.id), it.id))
     for member in order:
-        if member.rank is not None and member.rank < len(members) and member.rank not in taken:
+        if member.rank is not None and first <= member.rank < first + len(members) and member.rank not in taken:
             ranks[member.id] = member.rank
             taken.add(member.rank)
-    gaps = iter(rank for rank in range(len(members)) if rank not in taken)
+    gaps = iter(rank for rank in range(first, first + len(members)) if rank not in taken)
     for member in order:
         if member.id not in ranks:
             ranks[member.id] = next(gaps)

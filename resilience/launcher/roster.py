@@ -26,12 +26,15 @@ from resilience.launcher.ranks import assign
 
 @dataclass(frozen=True)
 class Member:
-    """One launcher. ``name`` is its node's; ``infra`` the rank that the infrastructure gave it, if it gave one."""
+    """One launcher. ``name`` is its node's; ``infra`` the rank that the infrastructure gave it, if it gave one; ``group`` and
+    ``group_index`` say which nodes it belongs together with, where that is known."""
 
     id: str
     name: str
     infra: int | None = None
     rank: int | None = None  # in the last round it was part of
+    group: str = ""
+    group_index: int | None = None
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from resilience import config
 from resilience.config import Settings
 from resilience.failover import exits, sentence
+from resilience.groups import topology
 from resilience.launcher.meeting import Meeting, Patience
 from resilience.launcher.ranks import infra_rank
 from resilience.launcher.rendezvous import FreshStores, OneNode, rank_0_hosts_the_store
@@ -45,7 +46,9 @@ def open_venue(parameters: RendezvousParameters, settings: Settings) -> Venue:
         port = getattr(store, "port", port)
         address = parameters.local_addr or socket.getfqdn()
         # A container that starts again has the same address and number: it is another launcher all the same.
-        me = Member(f"{address}_{os.getpid()}_{uuid.uuid4().hex[:8]}", name, infra_rank(config.environment()))
+        place = topology.given(settings.failover.node_group, settings.failover.node_group_index)
+        id_ = f"{address}_{os.getpid()}_{uuid.uuid4().hex[:8]}"
+        me = Member(id_, name, infra_rank(config.environment()), group=place.name, group_index=place.index)
         by_infra = settings.failover.use_infra_group_rank
         rules = Rules(parameters.min_nodes, parameters.max_nodes, by_infra)
         launcher = settings.launcher

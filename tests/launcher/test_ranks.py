@@ -13,8 +13,10 @@ from resilience.launcher.roster import Member
 RUNS = 400
 
 
-def member(id_: str, infra: int | None = None, rank: int | None = None) -> Member:
-    return Member(id_, id_.partition("_")[0], infra, rank)
+def member(
+    id_: str, infra: int | None = None, rank: int | None = None, group: str = "", index: int | None = None
+) -> Member:
+    return Member(id_, id_.partition("_")[0], infra, rank, group, index)
 
 
 def in_order(ranks: dict[str, int]) -> list[str]:
@@ -220,3 +222,78 @@ def test_second_round_of_the_same_nodes_gives_the_ranks_of_the_first() -> None:
             first = assign(members, by_infra)
             again = [dataclasses.replace(it, rank=first[it.id]) for it in rng.sample(members, len(members))]
             assert assign(again, by_infra) == first
+
+
+# -- groups of nodes --------------------------------------------------------------------------------------------------
+
+
+def groups_of(members: Sequence[Member], ranks: dict[str, int]) -> list[str | int | None]:
+    """The group of each rank, in the order of ranks."""
+    by_id = {it.id: it.group_index if it.group_index is not None else it.group or None for it in members}
+    return [by_id[id_] for id_ in in_order(ranks)]
+
+
+def test_ranks_are_contiguous_within_a_group_and_the_infrastructures_order_holds_in_it() -> None:
+    members = [member("a", 0, index=1), member("b", 1, index=0), member("c", 2, index=1), member("d", 3, index=0)]
+    assert assign(members, by_infra=True) == {"b": 0, "d": 1, "a": 2, "c": 3}
+
+
+def test_groups_come_in_the_order_of_their_indices_and_not_of_the_alphabet() -> None:
+    members = [member(f"n{index}", index=index, group=f"rack-{99 - index}") for index in (10, 9, 2)]
+    assert in_order(assign(members, by_infra=True)) == ["n2", "n9", "n10"]
+
+
+def test_groups_come_first_and_nodes_without_one_follow() -> None:
+    members = [member("loner", 0), member("x", 5, group="rack-b"), member("y", 1, group="rack-a")]
+    assert in_order(assign(members, by_infra=True)) == ["y", "x", "loner"]
+
+
+def test_newcomer_takes_the_place_in_its_group_and_nobody_else_moves() -> None:
+    members = [
+        member("a0", rank=0, group="a"), member("new", group="a"), member("b0", rank=2, group="b"), member("b1", rank=3, group="b"),
+    ]  # fmt: skip
+    assert assign(members, by_infra=True) == {"a0": 0, "new": 1, "b0": 2, "b1": 3}
+
+
+def test_group_that_moved_to_another_rack_keeps_its_place_by_its_index() -> None:
+    members = [
+        member("b0", rank=2, group="rack-2", index=1), member("b1", rank=3, group="rack-2", index=1),
+        member("z0", group="rack-9", index=0), member("z1", group="rack-9", index=0),
+    ]  # fmt: skip
+    assert assign(members, by_infra=False) == {"z0": 0, "z1": 1, "b0": 2, "b1": 3}
+
+
+def test_group_with_a_name_only_takes_the_gap_that_another_left() -> None:
+    members = [member("b0", rank=2, group="b"), member("b1", rank=3, group="b"), member("z0", group="z"), member("z1", group="z")]
+    assert assign(members, by_infra=False) == {"z0": 0, "z1": 1, "b0": 2, "b1": 3}
+    larger = [*members, member("z2", group="z")]
+    assert groups_of(larger, assign(larger, by_infra=False)) == ["b", "b", "z", "z", "z"]
+
+
+def test_groups_keep_their_order_when_one_of_them_shrinks() -> None:
+    members = [member("z0", rank=1, group="z"), member("a0", rank=2, group="a"), member("a1", rank=3, group="a")]
+    assert groups_of(members, assign(members, by_infra=False)) == ["z", "a", "a"]
+
+
+def test_newcomer_of_a_known_group_does_not_change_the_order_of_groups() -> None:
+    members = [member("z0", rank=0, group="z"), member("a0", rank=1, group="a"), member("a1", group="a"), member("z1", group="z")]
+    assert groups_of(members, assign(members, by_infra=False)) == ["z", "z", "a", "a"]
+
+
+@pytest.mark.parametrize("by_infra", [True, False])
+def test_whatever_comes_together_every_group_is_one_block_and_every_rank_is_given_once(by_infra: bool) -> None:
+    for seed in range(RUNS):
+        rng = random.Random(seed)
+        members = [
+            dataclasses.replace(it, group=rng.choice(["", "a", "b", "c10", "c9"]), group_index=rng.choice([None, None, 0, 1]))
+            for it in some_members(rng)
+        ]
+        ranks = assign(members, by_infra)
+        assert sorted(ranks.values()) == list(range(len(members)))
+        assert ranks == assign(rng.sample(members, len(members)), by_infra)
+        found = groups_of(members, ranks)
+        starts = [group for rank, group in enumerate(found) if rank == 0 or found[rank - 1] != group]
+        assert len(starts) == len(set(starts)), found
+        assert None not in found or found[found.index(None) :] == [None] * found.count(None)
+        again = [dataclasses.replace(it, rank=ranks[it.id]) for it in members]
+        assert assign(again, by_infra) == ranks, "a restart with the same nodes changes nothing"

@@ -19,6 +19,7 @@ from resilience.integrations.kubernetes.podgroups.schedulers import GangSchedule
 
 from resilience.failover import exits
 from resilience.failover.failure import HARDWARE_CODES
+from resilience.groups import topology
 
 JOB_LABEL = "resilience.dev/job"
 CONTAINER = "train"
@@ -247,6 +248,8 @@ def _environment(values: JobValues) -> list[dict[str, Any]]:
         "POD_NAME": "metadata.name",
         "POD_IP": "status.podIP",
         "JOB_UID": "metadata.labels['batch.kubernetes.io/controller-uid']",
+        "RESILIENCE_NODE_GROUP": f"metadata.labels['{topology.NAME_LABEL}']",  # empty where the Pod has none
+        "RESILIENCE_NODE_GROUP_INDEX": f"metadata.labels['{topology.INDEX_LABEL}']",
     }
     fields = [{"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}} for name, path in told.items()]
     return [*fields, *({"name": name, "value": text} for name, text in values.env.items())]

@@ -5,29 +5,14 @@ Rule: everything here may be done twice. What is there and right is left alone; 
 
 from __future__ import annotations
 
-from typing import Any, Protocol
-
-from resilience.integrations.kubernetes.api import Conflict, NotFound
-from resilience.integrations.kubernetes.parts import PODS, Kind, Thing
+from resilience.integrations.kubernetes.api import Api, Conflict, NotFound
+from resilience.integrations.kubernetes.parts import PODS, Thing
 from resilience.integrations.kubernetes.podgroups.group import PodGroup, PodGroupError
 from resilience.integrations.kubernetes.podgroups.members import GIVEN, MADE, MAKER, Warning_, compare, joined
 from resilience.integrations.kubernetes.podgroups.schedulers import GangScheduler
 
 CREATED, UPDATED, UNCHANGED = "created", "updated", "unchanged"
 _TRIES = 4  # somebody else may create, change or delete it meanwhile, a few times
-
-
-class Cluster(Protocol):
-    """What is needed of :class:`resilience.integrations.kubernetes.api.Api`."""
-
-    def get(self, kind: Kind, name: str, namespace: str = "") -> dict[str, Any]:
-        """Return one thing."""
-
-    def create(self, kind: Kind, thing: Thing, namespace: str = "") -> dict[str, Any]:
-        """Create a thing."""
-
-    def patch(self, kind: Kind, name: str, change: Any, namespace: str = "") -> dict[str, Any]:
-        """Change a thing by a merge patch."""
 
 
 class Later(PodGroupError):  # noqa: N818 - reads as what it is
@@ -42,7 +27,7 @@ class Refused(PodGroupError):  # noqa: N818
         super().__init__(warning.text)
 
 
-def ensure(api: Cluster, group: PodGroup, by: GangScheduler, *, by_hand: bool = False) -> tuple[str, Thing]:
+def ensure(api: Api, group: PodGroup, by: GangScheduler, *, by_hand: bool = False) -> tuple[str, Thing]:
     """Have a group in the cluster as it is described; return what was done, and the group as it is."""
     wanted = by.resource(group)
     if not by_hand:
@@ -80,7 +65,7 @@ def _absent(by: GangScheduler, error: Exception) -> PodGroupError:
     )
 
 
-def join(api: Cluster, group: PodGroup, by: GangScheduler, pod: str, role: str = "") -> str:
+def join(api: Api, group: PodGroup, by: GangScheduler, pod: str, role: str = "") -> str:
     """Label a Pod that waits, so that it belongs to a group; raise ``GroupIsFixed`` where it is in another one."""
     found = api.get(PODS, pod, group.namespace)
     marks = joined(found, group, by, role)

@@ -18,9 +18,9 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from resilience.integrations.kubernetes.api import Conflict, NotFound
+from resilience.integrations.kubernetes.api import Api, Conflict, NotFound
 from resilience.integrations.kubernetes.parts import DELETED, PODS, Kind, Thing
-from resilience.integrations.kubernetes.podgroups.apply import CREATED, UPDATED, Cluster, Refused, ensure
+from resilience.integrations.kubernetes.podgroups.apply import CREATED, UPDATED, Refused, ensure
 from resilience.integrations.kubernetes.podgroups.group import PodGroupError
 from resilience.integrations.kubernetes.podgroups.jobs import KINDS, Wish, finished, wish
 from resilience.integrations.kubernetes.podgroups.members import Verdict, Warning_, compare, job_of, look, slim
@@ -37,7 +37,7 @@ class PodGroups:
 
     name = "podgroups"
 
-    def __init__(self, api: Cluster, teller: Teller | None = None) -> None:
+    def __init__(self, api: Api, teller: Teller | None = None) -> None:
         self._api = api
         self._tell = teller or Teller(api)
         self._jobs: dict[str, Thing] = {}  # by uid
@@ -50,7 +50,7 @@ class PodGroups:
         self._groups: dict[tuple[Kind, str, str], Thing] = {}  # as they were told
 
     @classmethod
-    def build(cls, api: Cluster, options: object) -> PodGroups:
+    def build(cls, api: Api, options: object) -> PodGroups:
         """Make it for the controller."""
         return cls(api)
 

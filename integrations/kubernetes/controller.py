@@ -1,0 +1,222 @@
+"""The controller: an ordinary Deployment that watches the cluster and has its parts act. ``resilience kubernetes controller``.
+
+1) (main) connects, and waits until this replica leads
+2) (watchers) list and watch what the parts asked for, each in a thread of its own
+3) (this loop, one thread) hands every change to the parts, tries again what failed, and ticks once a second
+
+Rule: everything is derived from what the API server holds. A controller that starts anew lists, and comes to the same deeds.
+
+Hazard: a replica that has lost its lease must not act. It ends, and its Deployment starts it again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import logging
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from resilience.integrations.kubernetes import health
+from resilience.integrations.kubernetes.api import Api, namespace_of_pod
+from resilience.integrations.kubernetes.delivery import Delivery
+from resilience.integrations.kubernetes.election import Election
+from resilience.integrations.kubernetes.parts import Part
+from resilience.integrations.kubernetes.watching import LISTED, Change, Watcher
+
+from resilience.errors import ResilienceError, nearest
+
+_LOG = logging.getLogger("resilience.kubernetes")
+_TICK_S = 1.0
+_BATCH = 500
+LOST_LEASE = 75  # the exit code of a replica that may not act any more
+JOB_LABEL = "resilience.dev/job"
+
+# name: module:class. Each is built by ``Class.build(api, options)``.
+PARTS = {
+    "faulty-nodes": "resilience.integrations.kubernetes.faulty:FaultyNodes",
+    "groups": "resilience.integrations.kubernetes.groups:Groups",
+    "podgroups": "resilience.integrations.kubernetes.podgroups.part:PodGroups",
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line says. ``namespace``: only there, empty for the whole cluster; ``state_namespace``: where the lease and
+    what must be remembered are kept."""
+
+    namespace: str = ""
+    state_namespace: str = "default"
+    pod_selector: str = JOB_LABEL
+    job_label: str = JOB_LABEL
+    group_threshold: float = 300.0
+    max_group_failovers: int = 3
+    rack_label: str = "scheduling/rack-id"
+    taint_old_rack: bool = False
+
+
+class Controller:
+    """The loop around the parts."""
+
+    def __init__(self, api: Api, parts: Sequence[Part], namespace: str = "", election: Election | None = None) -> None:
+        self._api = api
+        self._delivery = Delivery(parts)
+        self._namespace = namespace
+        self._election = election
+        self._changes: queue.SimpleQueue[Change] = queue.SimpleQueue()
+        self._turned = time.monotonic()
+        self._listed: set[object] = set()
+
+    def run(self, stop: threading.Event) -> int:
+        """Run until ``stop``, or until this replica may not act any more; return the exit code."""
+        watchers: list[Watcher] = []
+        try:
+            if self._election is not None:
+                self._election.start()
+                if not self._wait_to_lead(stop):
+                    return 0
+            kinds = self._delivery.kinds()
+            watchers = [Watcher(self._api, kind, self._namespace, self._changes) for kind in kinds]
+            for watcher in watchers:
+                watcher.start()
+            return self._loop(stop, len(kinds))
+        finally:
+            for watcher in watchers:
+                watcher.stop(0.0 if stop.is_set() else 2.0)
+            if self._election is not None:
+                self._election.release()
+
+    def well(self) -> bool:
+        """Whether the loop turns."""
+        return time.monotonic() - self._turned < 120.0
+
+    def _wait_to_lead(self, stop: threading.Event) -> bool:
+        assert self._election is not None
+        said = False
+        while not self._election.leading():
+            self._turned = time.monotonic()
+            if stop.wait(0.1):
+                return False
+            if not said:
+                said = True
+                _LOG.info("waiting to lead; another replica may be at work.")
+        return True
+
+    def _loop(self, stop: threading.Event, kinds: int) -> int:
+        due = 0.0
+        while not stop.is_set():
+            self._turned = time.monotonic()
+            if self._election is not None and not self._election.leading():
+                _LOG.error("this replica could not renew its lease and ends, so that no two act. It is started again.")
+                return LOST_LEASE
+            self._take(max(0.0, min(due - time.monotonic(), _TICK_S)) if len(self._listed) >= kinds else 0.2)
+            now = time.time()
+            self._delivery.again(now)
+            if len(self._listed) >= kinds and time.monotonic() >= due:
+                due = time.monotonic() + _TICK_S
+                self._delivery.tick(now)
+        return 0
+
+    def _take(self, patience_s: float) -> None:
+        """Hand on what has come, a bounded number at a time."""
+        wait: float = min(patience_s, 0.2)  # a request to stop is heeded as soon
+        for _ in range(_BATCH):
+            try:
+                change = self._changes.get(timeout=wait) if wait > 0 else self._changes.get_nowait()
+            except queue.Empty:
+                return
+            wait = 0.0
+            if change.verb == LISTED:
+                self._listed.add(change.kind)
+            else:
+                self._delivery.deliver(change, time.time())
+
+
+def build(names: Sequence[str], api: Api, options: Options) -> list[Part]:
+    """Make the parts that were asked for by name."""
+    made = []
+    for name in names:
+        if name not in PARTS:
+            raise ResilienceError(f"--parts: there is no part {name!r}.{nearest(name, PARTS)} There are: {', '.join(PARTS)}.")
+        module, _, attribute = PARTS[name].partition(":")
+        factory: Callable[[Api, Options], Part] = getattr(importlib.import_module(module), attribute).build
+        made.append(factory(api, options))
+    return made
+
+
+def main(argv: list[str]) -> int:
+    """Run the controller; return the exit code."""
+    asked = _parser().parse_args(argv)
+    logging.basicConfig(level=asked.log_level, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr, force=True)
+    logging.getLogger("urllib3").setLevel(logging.ERROR)
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    options = Options(
+        asked.namespace,
+        asked.state_namespace or namespace_of_pod() or "default",
+        asked.pod_selector,
+        asked.job_label,
+        asked.group_threshold,
+        asked.max_group_failovers,
+        asked.rack_label,
+        asked.taint_old_rack,
+    )
+    try:
+        api = Api.connect(asked.kubeconfig, asked.context)
+        parts = build([name for name in asked.parts.split(",") if name], api, options)
+        election = None
+        if not asked.no_leader_election:
+            me = f"{socket.gethostname()}_{os.getpid()}_{uuid.uuid4().hex[:8]}"
+            election = Election(api, options.state_namespace, asked.lease_name, me, asked.lease_seconds)
+        controller = Controller(api, parts, options.namespace, election)
+        with health.serving(asked.health, controller.well):
+            _LOG.info("the controller runs: %s; pods with %s.", ", ".join(part.name for part in parts), options.pod_selector)
+            return controller.run(stop)
+    except ResilienceError as error:
+        sys.stderr.write(f"resilience kubernetes controller: {error}\n")
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="resilience kubernetes controller",
+        description="Take faulty nodes out of scheduling, and move groups of nodes together.",
+        allow_abbrev=False,
+    )
+    add, known = parser.add_argument, Options()
+    add("--parts", default=",".join(PARTS), help="what it does, separated by commas (default: %(default)s)")
+    add("--kubeconfig", help="default: the pod's service account, else the usual kubeconfig")
+    add("--context", help="of the kubeconfig")
+    add("--namespace", default="", help="look after this namespace only; default: all")
+    add("--state-namespace", default="", help="where the lease and the state are kept; default: the pod's own, else 'default'")
+    add("--pod-selector", default=known.pod_selector, help="labels of the pods of training jobs (default: %(default)s)")
+    add("--job-label", default=known.job_label, help="label whose value is the name of a pod's job (default: %(default)s)")
+    add("--group-threshold", type=_positive, default=known.group_threshold, metavar="SECONDS",
+        help="a replacement that is blocked for longer moves its whole group (default: %(default)g)")  # fmt: skip
+    add("--max-group-failovers", type=int, default=known.max_group_failovers, metavar="N",
+        help="of one job, in all (default: %(default)s)")  # fmt: skip
+    add("--rack-label", default=known.rack_label, help="label of nodes that names their rack (default: %(default)s)")
+    add("--taint-old-rack", action="store_true",
+        help="where a pod's template can't avoid the old rack by itself: keep everybody's new pods away from it meanwhile")  # fmt: skip
+    add("--lease-name", default="resilience-controller", help="of the leader election (default: %(default)s)")
+    add("--lease-seconds", type=_positive, default=15.0, help="how long a replica leads without renewing (default: %(default)g)")
+    add("--no-leader-election", action="store_true", help="there is one replica only, for sure")
+    add("--health", default="", metavar="[HOST:]PORT", help="serve /healthz there; without a host on loopback; default: nowhere")
+    add("--log-level", default="INFO", choices=["DEBUG", "INFO", "WARNING", "ERROR"])
+    return parser
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds above 0")
+    return value

@@ -1,0 +1,162 @@
+"""Part ``faulty-nodes``: where a training pod ends with a code of the hardware, its node is taken out of scheduling.
+
+A launcher that finds its node faulty says so by its exit code and its termination message; pods have no right to change nodes.
+
+Rule: a pod can get the node marked that it ran on, and no other, whatever its message claims. Only pods of the selector are heard.
+
+Hazard: a broken driver that is rolled out everywhere would take out the cluster. So there is a brake: so many nodes an hour, then a
+growing pause with an error in the log. What is held back is done later, not forgotten.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import dataclasses
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from resilience.integrations.kubernetes import nodes
+from resilience.integrations.kubernetes.api import Api, KubernetesError
+from resilience.integrations.kubernetes.events import seconds
+from resilience.integrations.kubernetes.parts import DELETED, Kind, Thing
+
+from resilience.errors import ResilienceError
+from resilience.failover.error_monitor import CHECK_FAILED, ErrorMonitor, NodeFault, from_message, of_code
+from resilience.failover.exits import UNFIT
+
+if TYPE_CHECKING:
+    from resilience.integrations.kubernetes.controller import Options
+
+_HOUR_S = 3600.0
+MARKS_PER_HOUR = 20
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A container that ended in a way that tells of its node. ``id`` is the same however often it is looked at."""
+
+    id: str
+    fault: NodeFault
+    happened: float
+
+
+def failures(pod: Thing) -> Iterator[Failure]:
+    """Yield what a pod's containers tell of its node. Pure. The texts are anybody's: only the pod's own node is named."""
+    node = str(pod.get("spec", {}).get("nodeName") or "")
+    status = pod.get("status") or {}
+    if not node:
+        return
+    for container in [*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ())]:
+        for state in ("lastState", "state"):
+            ended = (container.get(state) or {}).get("terminated")
+            fault = _fault(node, ended) if ended else None
+            if fault is not None:
+                which = ended.get("containerID") or ended.get("finishedAt") or container.get("restartCount", 0)
+                yield Failure(f"{pod['metadata']['uid']}/{container['name']}/{which}", fault, seconds(ended.get("finishedAt")))
+
+
+def _fault(node: str, ended: dict[str, Any]) -> NodeFault | None:
+    code, at = int(ended.get("exitCode", 0)), seconds(ended.get("finishedAt"))
+    told = from_message(str(ended.get("message") or ""))
+    if told is not None:
+        return dataclasses.replace(told, node=node, at=at or told.at)
+    if code == UNFIT:
+        return NodeFault(node, CHECK_FAILED, f"the launcher ended with exit code {code}: the node failed its check", code, at=at)
+    return of_code(node, code, at=at)
+
+
+class FaultyNodes:
+    """See above."""
+
+    name = "faulty-nodes"
+
+    def __init__(
+        self, api: Api, selector: str, per_hour: int = MARKS_PER_HOUR, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._api = api
+        self._pods = Kind("", "v1", "pods", selector)
+        self._per_hour = per_hour
+        self._clock = clock
+        self._marks: collections.deque[float] = collections.deque()
+        self._done: dict[str, set[str]] = {}  # by pod: failures that were dealt with
+
+    @classmethod
+    def build(cls, api: Api, options: Options) -> FaultyNodes:
+        """Make it as the command line asks for."""
+        return cls(api, options.pod_selector)
+
+    def kinds(self) -> Sequence[Kind]:
+        """See :class:`Part`."""
+        return [self._pods]
+
+    def changed(self, kind: Kind, verb: str, thing: Thing) -> None:
+        """See :class:`Part`. A pod that is deleted may tell in its last state what it could not before."""
+        uid = str(thing["metadata"]["uid"])
+        for failure in failures(thing):
+            if failure.id in self._done.get(uid, ()):
+                continue
+            self._brake(failure)
+            pod = f"{thing['metadata'].get('namespace', '')}/{thing['metadata']['name']}"
+            if nodes.mark(self._api, failure.fault.node, failure.fault, failure.id, happened=failure.happened, pod=pod):
+                self._marks.append(self._clock())
+            self._done.setdefault(uid, set()).add(failure.id)
+        if verb == DELETED:
+            self._done.pop(uid, None)
+
+    def tick(self, now: float) -> None:
+        """See :class:`Part`. Nothing here depends on time."""
+
+    def _brake(self, failure: Failure) -> None:
+        while self._marks and self._marks[0] < self._clock() - _HOUR_S:
+            self._marks.popleft()
+        if len(self._marks) >= self._per_hour:
+            raise KubernetesError(
+                f"{len(self._marks)} nodes were taken out of scheduling within an hour, and {failure.fault.node} "
+                f"({failure.fault.reason}) would be one more. It is left in for now and looked at again. If so many are broken at "
+                "once, the cause may not be the nodes."
+            )
+
+
+class KubernetesErrorMonitor(ErrorMonitor):
+    """Marks nodes directly, for launchers that are given the right to (outside pods, or with a role of their own)."""
+
+    def __init__(self, api: Api | None = None) -> None:
+        self._api = api
+
+    def mark(self, fault: NodeFault) -> None:
+        """See base class."""
+        if self._api is None:
+            self._api = Api.connect()
+        failure = f"{fault.run}/{fault.reason}/{fault.code}/{fault.at}"
+        nodes.mark(self._api, fault.node, fault, failure, happened=fault.at)
+
+    def close(self) -> None:
+        """See base class."""
+        if self._api is not None:
+            self._api.close()
+            self._api = None
+
+
+def uncordon(argv: list[str]) -> int:
+    """``resilience kubernetes uncordon NODE``: put nodes back in service that were marked by us."""
+    parser = argparse.ArgumentParser(
+        prog="resilience kubernetes uncordon",
+        description="Put nodes back in service: uncordon them, and remove our taint and notes. What they were marked for is remembered.",
+    )
+    parser.add_argument("node", nargs="+")
+    parser.add_argument("--kubeconfig")
+    parser.add_argument("--context")
+    asked = parser.parse_args(argv)
+    try:
+        api = Api.connect(asked.kubeconfig, asked.context)
+        for node in asked.node:
+            done = nodes.release(api, node)
+            sys.stdout.write(f"{node}: {'in service again' if done else 'was not marked by us; nothing was changed'}\n")
+    except ResilienceError as error:
+        sys.stderr.write(f"resilience kubernetes uncordon: {error}\n")
+        return 1
+    return 0

@@ -1,0 +1,53 @@
+"""The shipped manifests: the controller's Deployment, its account and its roles. ``resilience kubernetes manifests`` prints them.
+
+Rule: the roles hold what the parts use and nothing else; a test runs the controller as that account against a real API server.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+NAMESPACE, IMAGE = "resilience-system", "resilience:latest"
+_FILE = Path(__file__).with_name("controller.yaml")
+
+
+def manifests(namespace: str = NAMESPACE, image: str = IMAGE, replicas: int = 2) -> list[dict[str, Any]]:
+    """Return all of them as plain data, for a namespace and an image."""
+    found = [document for document in yaml.safe_load_all(_FILE.read_text(encoding="utf-8")) if document]
+    for document in found:
+        kind, meta = document["kind"], document["metadata"]
+        if kind == "Namespace":
+            meta["name"] = namespace
+        elif "namespace" in meta:
+            meta["namespace"] = namespace
+        for subject in document.get("subjects", ()):
+            subject["namespace"] = namespace
+        if kind == "Deployment":
+            document["spec"]["replicas"] = replicas
+            document["spec"]["template"]["spec"]["containers"][0]["image"] = image
+    return found
+
+
+def main(argv: list[str]) -> int:
+    """Print the manifests as YAML."""
+    parser = argparse.ArgumentParser(
+        prog="resilience kubernetes manifests",
+        description="Print the controller's manifests; pipe them into `kubectl apply -f -`.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--namespace", default=NAMESPACE, help="where the controller runs (default: %(default)s)")
+    parser.add_argument("--image", default=IMAGE, help="an image that has resilience-sdk[kubernetes] in it (default: %(default)s)")
+    parser.add_argument("--replicas", type=int, default=2, help="of which one acts (default: %(default)s)")
+    parser.add_argument("--arg", action="append", default=[], metavar="ARGUMENT", help="one more argument of the controller")
+    asked = parser.parse_args(argv)
+    documents = manifests(asked.namespace, asked.image, asked.replicas)
+    for document in documents:
+        if document["kind"] == "Deployment":
+            document["spec"]["template"]["spec"]["containers"][0]["args"] += asked.arg
+    yaml.safe_dump_all(documents, sys.stdout, sort_keys=False)
+    return 0

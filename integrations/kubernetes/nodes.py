@@ -1,0 +1,125 @@
+"""A node out of scheduling, and back: cordoned, tainted and annotated with the reason.
+
+The taint says it to the scheduler and to people who look at the node; the annotations say more. Both are written in one patch with the
+version that was read, so nothing that others write is lost.
+
+Rule: one failure marks once. The node remembers which failures it was marked for: an operator who has put it back in service is not
+overruled by a failure that was known then.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import re
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from resilience.integrations.kubernetes import events
+from resilience.integrations.kubernetes.api import Api, Conflict, NotFound
+from resilience.integrations.kubernetes.parts import NODES
+
+from resilience.failover.error_monitor import NodeFault
+
+_LOG = logging.getLogger("resilience.kubernetes")
+TAINT = "resilience.dev/faulty"
+PREFIX = "resilience.dev/faulty-"
+SEEN = f"{PREFIX}seen"
+_REMEMBERED = 32
+_TRIES = 5
+_WORD = 63  # of a taint's value
+
+
+def mark(api: Api, node: str, fault: NodeFault, failure: str, *, happened: float = 0.0, pod: str = "") -> bool:
+    """Take a node out of scheduling for one failure; return whether that was new.
+
+    ``failure`` is what tells it from others, and ``happened`` when it was: a node that was registered later is another machine.
+    """
+    digest = hashlib.sha256(failure.encode()).hexdigest()[:12]
+    for attempt in range(_TRIES):
+        try:
+            found = api.get(NODES, node)
+            if _is_old(found, digest, happened):
+                return False
+            marked = api.patch(NODES, node, _marked(found, fault, digest, pod))
+        except NotFound:
+            _LOG.info("node %s is not there any more: nothing to mark (%s).", node, fault.reason)
+            return False
+        except Conflict:
+            if attempt == _TRIES - 1:
+                raise
+            continue
+        _LOG.warning("node %s is out of scheduling: %s: %s%s", node, fault.reason, fault.message, f" (pod {pod})" if pod else "")
+        told = f"out of scheduling ({fault.reason}): {fault.message}{f' (pod {pod})' if pod else ''}"
+        events.record(api, {**marked, "kind": "Node"}, "NodeFaulty", told, time.time(), key=digest)
+        return True
+    return False
+
+
+def release(api: Api, node: str) -> bool:
+    """Put a node back in service; return whether it was marked. What it was marked for is remembered."""
+    for attempt in range(_TRIES):
+        try:
+            found = api.get(NODES, node)
+            taints = found["spec"].get("taints") or []
+            notes = [name for name in found["metadata"].get("annotations") or {} if name.startswith(PREFIX) and name != SEEN]
+            ours = [taint for taint in taints if taint.get("key") == TAINT]
+            if not ours and not notes:
+                return False
+            change = {
+                "metadata": {
+                    "resourceVersion": found["metadata"]["resourceVersion"],
+                    "annotations": dict.fromkeys(notes),
+                },
+                "spec": {"unschedulable": None, "taints": [taint for taint in taints if taint not in ours] or None},
+            }
+            api.patch(NODES, node, change)
+        except Conflict:
+            if attempt == _TRIES - 1:
+                raise
+            continue
+        return True
+    return False
+
+
+def _is_old(node: Mapping[str, Any], digest: str, happened: float) -> bool:
+    """Whether the node knows this failure already, or is newer than it."""
+    born = events.seconds(node["metadata"].get("creationTimestamp"))
+    return digest in _seen(node) or bool(happened and born > happened + 1.0)
+
+
+def _seen(node: Mapping[str, Any]) -> list[str]:
+    try:
+        found = json.loads((node["metadata"].get("annotations") or {}).get(SEEN, "[]"))
+    except ValueError:
+        return []
+    return [item for item in found if isinstance(item, str)] if isinstance(found, list) else []
+
+
+def _marked(node: Mapping[str, Any], fault: NodeFault, digest: str, pod: str) -> dict[str, Any]:
+    others = [taint for taint in node["spec"].get("taints") or [] if taint.get("key") != TAINT]
+    notes = {
+        "reason": fault.reason,
+        "message": fault.message,
+        "at": events.stamp(fault.at or time.time()),
+        "run": fault.run,
+        "pod": pod,
+        "seen": json.dumps([*_seen(node), digest][-_REMEMBERED:]),
+    }
+    return {
+        "metadata": {
+            "resourceVersion": node["metadata"]["resourceVersion"],
+            "annotations": {PREFIX + name: value or None for name, value in notes.items()},
+        },
+        "spec": {
+            "unschedulable": True,
+            "taints": [*others, {"key": TAINT, "value": word(fault.reason), "effect": "NoSchedule"}],
+        },
+    }
+
+
+def word(text: str) -> str:
+    """Return a text as a label's or a taint's value may be."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", text)[:_WORD].strip("._-") or "unknown"

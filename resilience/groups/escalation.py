@@ -1,0 +1,153 @@
+"""When a whole group moves: a pure state machine over what happened to a job's members, with the time passed in.
+
+1) ``lost``    (controller) a member has failed or is gone: its replacement is awaited, the clock of the group's incident runs
+2) ``placed``  (controller) a member, or its replacement, has a node: that much of the incident is over
+3) ``due``     (controller) asks what follows now: move a group, or say once why it is not moved
+4) ``moved``   (controller) the group's members were all told to go: they are awaited elsewhere
+
+Rule: a group moves once per incident. An incident begins with the first member that is lost and ends when every member has a node.
+What is lost while a group moves belongs to its incident.
+
+Hazard: the clock is that of the API server's world, in seconds since 1970, and is kept over restarts of the controller; it may jump.
+A jump back delays a move, a jump ahead makes it early. Neither makes a second one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+THRESHOLD_S = 300.0
+MAX_MOVES = 3
+
+
+@dataclass(frozen=True)
+class Rules:
+    """How long a replacement may be blocked, and how often groups of one job may move in all."""
+
+    threshold_s: float = THRESHOLD_S
+    max_moves: int = MAX_MOVES
+
+
+@dataclass(frozen=True)
+class Absence:
+    """A member without a node: since when, and why."""
+
+    since: float
+    why: str
+
+
+@dataclass(frozen=True)
+class Incident:
+    """What a group suffers at present. ``absent``: members by name. ``moved_at``: when the group was told to go, if it was.
+    ``refused``: that it may not move has been said."""
+
+    absent: Mapping[str, Absence] = field(default_factory=dict)
+    moved_at: float | None = None
+    refused: bool = False
+
+    @property
+    def since(self) -> float:
+        """Return when the longest absence began."""
+        return min((item.since for item in self.absent.values()), default=0.0)
+
+
+@dataclass(frozen=True)
+class State:
+    """All that is remembered of a job: the incidents by group, and how often groups have moved."""
+
+    incidents: Mapping[str, Incident] = field(default_factory=dict)
+    moves: int = 0
+
+    def as_text(self) -> str:
+        """Return it as JSON."""
+        return json.dumps(dataclasses.asdict(self), separators=(",", ":"), sort_keys=True)
+
+    @classmethod
+    def from_text(cls, text: str) -> State:
+        """Read what :meth:`as_text` wrote. Raises ``ValueError`` for anything else."""
+        try:
+            data: dict[str, Any] = json.loads(text)
+            incidents = {
+                str(group): Incident(
+                    {str(name): Absence(float(it["since"]), str(it["why"])) for name, it in item["absent"].items()},
+                    None if item["moved_at"] is None else float(item["moved_at"]),
+                    bool(item["refused"]),
+                )
+                for group, item in data["incidents"].items()
+            }
+            return cls(incidents, int(data["moves"]))
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"not the state of a job's groups: {error!r}") from error
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What follows for a group now. ``move``: else it is only said that, and why, it is not moved."""
+
+    group: str
+    move: bool
+    reason: str
+
+
+def lost(state: State, group: str, member: str, now: float, why: str) -> State:
+    """A member has no node any more; the second time changes nothing."""
+    incident = state.incidents.get(group, Incident())
+    if member in incident.absent:
+        return state
+    absent = {**incident.absent, member: Absence(now, why)}
+    return _with(state, group, dataclasses.replace(incident, absent=absent))
+
+
+def placed(state: State, group: str, member: str) -> State:
+    """A member has a node; with the last one the incident is over."""
+    incident = state.incidents.get(group)
+    if incident is None or member not in incident.absent:
+        return state
+    absent = {name: item for name, item in incident.absent.items() if name != member}
+    if absent:
+        return _with(state, group, dataclasses.replace(incident, absent=absent))
+    return over(state, group)
+
+
+def over(state: State, group: str) -> State:
+    """Forget a group's incident: everybody is placed, or the group is no more."""
+    return dataclasses.replace(state, incidents={key: it for key, it in state.incidents.items() if key != group})
+
+
+def due(state: State, rules: Rules, now: float) -> Sequence[Decision]:
+    """Return what follows now, for each group that waits too long; nothing twice."""
+    found, moves = [], state.moves
+    for group, incident in sorted(state.incidents.items(), key=lambda it: (it[1].since, it[0])):
+        if incident.moved_at is not None or incident.refused or now - incident.since < rules.threshold_s:
+            continue
+        who, item = min(incident.absent.items(), key=lambda it: (it[1].since, it[0]))
+        blocked = f"{who} ({item.why}) has had no replacement for {now - item.since:.0f} s (threshold {rules.threshold_s:g} s)"
+        if moves < rules.max_moves:
+            moves += 1
+            found.append(Decision(group, True, f"{blocked}; group {group} fails over as a whole ({moves} of {rules.max_moves})"))
+        else:
+            spent = f"groups of this job have failed over {moves} times already, and may not again; it waits for a node"
+            found.append(Decision(group, False, f"{blocked}; {spent}"))
+    return found
+
+
+def moved(state: State, group: str, members: Sequence[str], now: float) -> State:
+    """The whole group was told to go: every member is awaited elsewhere."""
+    incident = state.incidents.get(group, Incident())
+    absent = {name: incident.absent.get(name, Absence(now, "moved with its group")) for name in members}
+    after = _with(state, group, dataclasses.replace(incident, absent={**incident.absent, **absent}, moved_at=now))
+    return dataclasses.replace(after, moves=state.moves + 1)
+
+
+def refused(state: State, group: str) -> State:
+    """It has been said that the group may not move."""
+    incident = state.incidents.get(group)
+    return state if incident is None else _with(state, group, dataclasses.replace(incident, refused=True))
+
+
+def _with(state: State, group: str, incident: Incident) -> State:
+    return dataclasses.replace(state, incidents={**state.incidents, group: incident})
