@@ -129,6 +129,7 @@ def _connect(args: argparse.Namespace) -> Any:
 
 def _described(args: argparse.Namespace, api: Any = None) -> Iterator[tuple[PodGroup, GangScheduler]]:
     """Yield the groups that the command line asks for, and say what their scheduler can't express."""
+    found: list[tuple[PodGroup, GangScheduler, tuple[str, ...]]]
     if not (args.file or args.job):
         found = [(_own(args), scheduler(args.scheduler or "t9k", args.scheduler_name), ())]
     else:

@@ -136,12 +136,10 @@ def _members(known: JobKind, spec: Mapping[str, Any], name: str) -> tuple[int, t
         note = f"{name}: spec.elastic is left out of account: only {able} can be elastic. All replicas are waited for."
         return _sum(known, spec, name), (note,)
     least, most = elastic.get("minReplicas"), elastic.get("maxReplicas")
-    _whole(least, f"{name}: spec.elastic.minReplicas", 1)
-    if most is not None:
-        _whole(most, f"{name}: spec.elastic.maxReplicas", 1)
-        if least > most:
-            raise PodGroupError(f"{name}: spec.elastic.minReplicas, {least}, is above maxReplicas, {most}.")
-    return int(least), ()
+    number = _whole(least, f"{name}: spec.elastic.minReplicas", 1)
+    if most is not None and number > _whole(most, f"{name}: spec.elastic.maxReplicas", 1):
+        raise PodGroupError(f"{name}: spec.elastic.minReplicas, {number}, is above maxReplicas, {most}.")
+    return number, ()
 
 
 def _sum(known: JobKind, spec: Mapping[str, Any], name: str) -> int:
