@@ -1,5 +1,4 @@
-"""``/healthz`` for the kubelet: 200 while the controller's loop turns, else 503. Bound to loopback unless told otherwise; says nothing
-that anybody could use."""
+"""``/healthz`` for the kubelet: 200 while the controller's loop turns, else 503. Bound to loopback unless told otherwise."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ def serving(where: str, well: Callable[[], bool]) -> Iterator[int]:
             self.end_headers()
             self.wfile.write(b"ok\n" if fine else b"not well\n" if known else b"")
 
-        def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the base class's name
+        def log_message(self, format: str, *args: object) -> None:
             """Say nothing: it is asked every few seconds."""
 
     try:
