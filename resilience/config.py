@@ -101,7 +101,9 @@ class FailoverConfig:
         None, "name of this node in exclusions and budgets; default: its host name", "text"
     )
     node_group: str | None = _setting(
-        None, "name of the group of nodes that this one belongs to, a rack for instance: ranks are contiguous in it", "text"
+        None,
+        "name of the group of nodes that this one belongs to, a rack for instance: ranks are contiguous in it",
+        "text",
     )
     node_group_index: int | None = _setting(
         None, "place of that group among the groups, from 0; it stays when the group moves elsewhere", "number"

@@ -40,7 +40,15 @@ PUBLIC = [
 
 # Which rooms a room may import, besides itself. Nothing imports what stands above it.
 BASE = {"config", "errors"}
-ADAPTERS_MAY_IMPORT = {"checkpoint", "failover", "groups", "integrations", "pulse", "recording", *BASE}  # what a rank may
+ADAPTERS_MAY_IMPORT = {
+    "checkpoint",
+    "failover",
+    "groups",
+    "integrations",
+    "pulse",
+    "recording",
+    *BASE,
+}  # what a rank may
 MAY_IMPORT = {
     "errors": set[str](),
     "config": {"errors", "values"},

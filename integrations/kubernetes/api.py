@@ -5,7 +5,7 @@ releases, so the paths and the bodies are ours.
 
 Rule: every call has a deadline, and every refusal becomes an error with a name: whoever calls decides what a 404 or a 409 means.
 
-Hazard: a merge patch replaces lists whole. Where a list is changed (taints), the resource version goes along, and 409 is tried again.
+Hazard: a merge patch replaces lists whole. Where a list is changed (taints), the version that was read goes along.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Api:
                 config.load_kube_config(kubeconfig, context, client_configuration=configuration)
         except config.ConfigException as error:
             raise KubernetesError(
-                f"there is no way to a cluster: {error}. Nothing was done. Give --kubeconfig, or run in a pod with a service account."
+                f"there is no way to a cluster: {error}. Nothing was done. Give --kubeconfig, or run in a pod."
             ) from error
         return cls(client.ApiClient(configuration))
 
@@ -128,9 +128,7 @@ class Api:
         """Change a thing by a merge patch, or by what ``form`` says."""
         return self._call("PATCH", kind, namespace, name, body=change, form=form, subresource=subresource)
 
-    def delete(
-        self, kind: Kind, name: str, namespace: str = "", *, uid: str = "", grace_s: int | None = None
-    ) -> None:
+    def delete(self, kind: Kind, name: str, namespace: str = "", *, uid: str = "", grace_s: int | None = None) -> None:
         """Delete a thing; with ``uid`` only that one, and not another that has its name by now (:class:`Conflict`)."""
         options: dict[str, Any] = {"apiVersion": "v1", "kind": "DeleteOptions"}
         if uid:
@@ -151,7 +149,7 @@ class Api:
         if kind.selector:
             query["labelSelector"] = kind.selector
         path = _path(kind, namespace)
-        response = self._send("GET", path, query, None, {}, (self._timeout_s, WATCH_S + self._timeout_s), stream=True)
+        response = self._send("GET", path, query, read_s=WATCH_S + self._timeout_s, stream=True)
         try:
             if response.status >= 400:
                 raise _refusal(response.status, bytes(response.read()), "watch", kind, namespace)
@@ -178,13 +176,16 @@ class Api:
         path = _path(kind, namespace, name, subresource)
         headers = {"Content-Type": form} if body is not None else {}
         data = json.dumps(body).encode() if body is not None else None
-        response = self._send(method, path, query or {}, data, headers, (self._timeout_s, self._timeout_s))
+        response = self._send(method, path, query or {}, body=data, headers=headers)
         if response.status >= 400:
-            raise _refusal(response.status, response.data, verb or _VERBS[method], kind, namespace, name, subresource)
+            done = verb or _VERBS[method]
+            raise _refusal(response.status, response.data, done, kind, namespace, name=name, subresource=subresource)
         try:
             found = json.loads(response.data)
         except ValueError as error:
-            raise Unreachable(f"{self._host}{path} answered something that is not JSON: {response.data[:80]!r}") from error
+            raise Unreachable(
+                f"{self._host}{path} answered something that is not JSON: {response.data[:80]!r}"
+            ) from error
         return found if isinstance(found, dict) else {}
 
     def _send(
@@ -192,26 +193,26 @@ class Api:
         method: str,
         path: str,
         query: Mapping[str, str],
-        body: bytes | None,
-        headers: Mapping[str, str],
-        timeout: tuple[float, float],
+        *,
+        body: bytes | None = None,
+        headers: Mapping[str, str] | None = None,
+        read_s: float = 0.0,
         stream: bool = False,
     ) -> Any:
         import urllib3  # noqa: PLC0415 - the client's
 
         url = f"{self._host}{path}" + (f"?{urlencode(query)}" if query else "")
-        asked = {"Accept": "application/json", **self._client.default_headers, **headers}
+        asked = {"Accept": "application/json", **self._client.default_headers, **(headers or {})}
         for setting in self._client.configuration.auth_settings().values():  # renewed here, where it has expired
             if setting["in"] == "header" and setting["value"]:
                 asked[setting["key"]] = setting["value"]
-        connect, read = timeout
         try:
             return self._client.rest_client.pool_manager.request(
                 method,
                 url,
                 body=body,
                 headers=asked,
-                timeout=urllib3.Timeout(connect=connect, read=read),
+                timeout=urllib3.Timeout(connect=self._timeout_s, read=read_s or self._timeout_s),
                 retries=False,
                 preload_content=not stream,
             )
@@ -256,7 +257,7 @@ def _path(kind: Kind, namespace: str = "", name: str = "", subresource: str = ""
 
 
 def _refusal(
-    status: int, body: bytes, verb: str, kind: Kind, namespace: str, name: str = "", subresource: str = ""
+    status: int, body: bytes, verb: str, kind: Kind, namespace: str, *, name: str = "", subresource: str = ""
 ) -> KubernetesError:
     said = _message(body)
     what = f"{kind.plural}{f' {name}' if name else ''}{f' in namespace {namespace}' if namespace else ''}"
@@ -269,7 +270,9 @@ def _refusal(
             status,
         )
     if status == 401:
-        return Forbidden(f"the API server does not know who we are ({verb} {what}): {said}. The token may have expired.", status)
+        return Forbidden(
+            f"the API server does not know who we are ({verb} {what}): {said}. The token may have expired.", status
+        )
     text = f"{verb} {what}: {said} ({status})"
     leaves: dict[int, type[KubernetesError]] = {404: NotFound, 409: Conflict, 410: Gone, 403: Forbidden}
     if status == 429 or status >= 500:

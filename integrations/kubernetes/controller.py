@@ -145,7 +145,9 @@ def build(names: Sequence[str], api: Api, options: Options) -> list[Part]:
     made = []
     for name in names:
         if name not in PARTS:
-            raise ResilienceError(f"--parts: there is no part {name!r}.{nearest(name, PARTS)} There are: {', '.join(PARTS)}.")
+            raise ResilienceError(
+                f"--parts: there is no part {name!r}.{nearest(name, PARTS)} There are: {', '.join(PARTS)}."
+            )
         module, _, attribute = PARTS[name].partition(":")
         factory: Callable[[Api, Options], Part] = getattr(importlib.import_module(module), attribute).build
         made.append(factory(api, options))
@@ -155,7 +157,9 @@ def build(names: Sequence[str], api: Api, options: Options) -> list[Part]:
 def main(argv: list[str]) -> int:
     """Run the controller; return the exit code."""
     asked = _parser().parse_args(argv)
-    logging.basicConfig(level=asked.log_level, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr, force=True)
+    logging.basicConfig(
+        level=asked.log_level, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr, force=True
+    )
     logging.getLogger("urllib3").setLevel(logging.ERROR)
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -179,7 +183,9 @@ def main(argv: list[str]) -> int:
             election = Election(api, options.state_namespace, asked.lease_name, me, asked.lease_seconds)
         controller = Controller(api, parts, options.namespace, election)
         with health.serving(asked.health, controller.well):
-            _LOG.info("the controller runs: %s; pods with %s.", ", ".join(part.name for part in parts), options.pod_selector)
+            _LOG.info(
+                "the controller runs: %s; pods with %s.", ", ".join(part.name for part in parts), options.pod_selector
+            )
             return controller.run(stop)
     except ResilienceError as error:
         sys.stderr.write(f"resilience kubernetes controller: {error}\n")
@@ -197,20 +203,38 @@ def _parser() -> argparse.ArgumentParser:
     add("--kubeconfig", help="default: the pod's service account, else the usual kubeconfig")
     add("--context", help="of the kubeconfig")
     add("--namespace", default="", help="look after this namespace only; default: all")
-    add("--state-namespace", default="", help="where the lease and the state are kept; default: the pod's own, else 'default'")
+    add(
+        "--state-namespace",
+        default="",
+        help="where the lease and the state are kept; default: the pod's own, else 'default'",
+    )
     add("--pod-selector", default=known.pod_selector, help="labels of the pods of training jobs (default: %(default)s)")
-    add("--job-label", default=known.job_label, help="label whose value is the name of a pod's job (default: %(default)s)")
+    add(
+        "--job-label",
+        default=known.job_label,
+        help="label whose value is the name of a pod's job (default: %(default)s)",
+    )
     add("--group-threshold", type=_positive, default=known.group_threshold, metavar="SECONDS",
         help="a replacement that is blocked for longer moves its whole group (default: %(default)g)")  # fmt: skip
     add("--max-group-failovers", type=int, default=known.max_group_failovers, metavar="N",
         help="of one job, in all (default: %(default)s)")  # fmt: skip
     add("--rack-label", default=known.rack_label, help="label of nodes that names their rack (default: %(default)s)")
     add("--taint-old-rack", action="store_true",
-        help="where a pod's template can't avoid the old rack by itself: keep everybody's new pods away from it meanwhile")  # fmt: skip
+        help="where pods can't avoid the old rack by themselves: keep everybody's new pods away from it meanwhile")  # fmt: skip
     add("--lease-name", default="resilience-controller", help="of the leader election (default: %(default)s)")
-    add("--lease-seconds", type=_positive, default=15.0, help="how long a replica leads without renewing (default: %(default)g)")
+    add(
+        "--lease-seconds",
+        type=_positive,
+        default=15.0,
+        help="how long a replica leads without renewing (default: %(default)g)",
+    )
     add("--no-leader-election", action="store_true", help="there is one replica only, for sure")
-    add("--health", default="", metavar="[HOST:]PORT", help="serve /healthz there; without a host on loopback; default: nowhere")
+    add(
+        "--health",
+        default="",
+        metavar="[HOST:]PORT",
+        help="serve /healthz there; without a host on loopback; default: nowhere",
+    )
     add("--log-level", default="INFO", choices=["DEBUG", "INFO", "WARNING", "ERROR"])
     return parser
 

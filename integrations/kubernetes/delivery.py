@@ -45,7 +45,9 @@ class Delivery:
             if change.kind in kinds:
                 key = (part.name, change.kind, str(change.thing["metadata"]["uid"]))
                 before = self._owed.pop(key, None)
-                self._try(part, key, _Owed(change, before.failures if before else 0, now, before.said if before else ""), now)
+                self._try(
+                    part, key, _Owed(change, before.failures if before else 0, now, before.said if before else ""), now
+                )
 
     def again(self, now: float) -> None:
         """Try what is due once more."""
@@ -99,7 +101,9 @@ def _say(part: str, what: str, error: Exception, said: str) -> str:
     """Log a failure once for each text; somebody else's change that came in between is nothing to speak of."""
     text = f"{type(error).__name__}: {error}"
     if text != said and not isinstance(error, Conflict):
-        loud = logging.ERROR if isinstance(error, Forbidden) or not isinstance(error, KubernetesError) else logging.WARNING
+        loud = (
+            logging.ERROR if isinstance(error, Forbidden) or not isinstance(error, KubernetesError) else logging.WARNING
+        )
         trace = None if isinstance(error, KubernetesError) else error
         _LOG.log(loud, "%s could not deal with %s, it will be tried again: %s", part, what, error, exc_info=trace)
     return text

@@ -4,8 +4,8 @@
 2) (replica) acts while ``leading()``; that ends by its own clock, before the others' patience does
 3) (replica) calls ``release()`` when it ends, so that another one takes over at once
 
-A holder is taken for dead when its record did not change for the lease's duration by the observer's own clock: hosts' clocks are never
-compared. Whoever writes sends along the version it has read; of two that try at once one gets a conflict.
+A holder is taken for dead when its record did not change for the lease's duration by the observer's own clock: those of hosts
+are never compared. Whoever writes sends along the version it has read; of two that try at once one gets a conflict.
 
 Hazard: a call that was sent before the lease ran out may arrive after it. So everything that is done is idempotent, and deletes and
 lists that are written carry the version or the uid they are meant for.

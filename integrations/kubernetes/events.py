@@ -33,7 +33,9 @@ def seconds(text: str | None) -> float:
         return 0.0
 
 
-def record(api: Api, about: Thing, reason: str, message: str, now: float, *, kind: str = WARNING, key: str = "") -> None:
+def record(
+    api: Api, about: Thing, reason: str, message: str, now: float, *, kind: str = WARNING, key: str = ""
+) -> None:
     """Record an Event about a thing; what has the same ``key`` is recorded once."""
     meta = about["metadata"]
     namespace = meta.get("namespace") or "default"

@@ -52,11 +52,13 @@ def failures(pod: Thing) -> Iterator[Failure]:
         return
     for container in [*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ())]:
         for state in ("lastState", "state"):
-            ended = (container.get(state) or {}).get("terminated")
+            ended: dict[str, Any] = (container.get(state) or {}).get("terminated") or {}
             fault = _fault(node, ended) if ended else None
             if fault is not None:
                 which = ended.get("containerID") or ended.get("finishedAt") or container.get("restartCount", 0)
-                yield Failure(f"{pod['metadata']['uid']}/{container['name']}/{which}", fault, seconds(ended.get("finishedAt")))
+                yield Failure(
+                    f"{pod['metadata']['uid']}/{container['name']}/{which}", fault, seconds(ended.get("finishedAt"))
+                )
 
 
 def _fault(node: str, ended: dict[str, Any]) -> NodeFault | None:
@@ -65,7 +67,9 @@ def _fault(node: str, ended: dict[str, Any]) -> NodeFault | None:
     if told is not None:
         return dataclasses.replace(told, node=node, at=at or told.at)
     if code == UNFIT:
-        return NodeFault(node, CHECK_FAILED, f"the launcher ended with exit code {code}: the node failed its check", code, at=at)
+        return NodeFault(
+            node, CHECK_FAILED, f"the launcher ended with exit code {code}: the node failed its check", code, at=at
+        )
     return of_code(node, code, at=at)
 
 
@@ -145,7 +149,7 @@ def uncordon(argv: list[str]) -> int:
     """``resilience kubernetes uncordon NODE``: put nodes back in service that were marked by us."""
     parser = argparse.ArgumentParser(
         prog="resilience kubernetes uncordon",
-        description="Put nodes back in service: uncordon them, and remove our taint and notes. What they were marked for is remembered.",
+        description="Put nodes back in service: uncordon them, remove our taint and notes; what they were marked for is remembered.",
     )
     parser.add_argument("node", nargs="+")
     parser.add_argument("--kubeconfig")

@@ -1,7 +1,7 @@
 """A node out of scheduling, and back: cordoned, tainted and annotated with the reason.
 
-The taint says it to the scheduler and to people who look at the node; the annotations say more. Both are written in one patch with the
-version that was read, so nothing that others write is lost.
+The taint says it to the scheduler and to people who look at the node; the annotations say more. Both are written in one patch, with
+the version that was read, so nothing that others write is lost.
 
 Rule: one failure marks once. The node remembers which failures it was marked for: an operator who has put it back in service is not
 overruled by a failure that was known then.
@@ -51,7 +51,9 @@ def mark(api: Api, node: str, fault: NodeFault, failure: str, *, happened: float
             if attempt == _TRIES - 1:
                 raise
             continue
-        _LOG.warning("node %s is out of scheduling: %s: %s%s", node, fault.reason, fault.message, f" (pod {pod})" if pod else "")
+        _LOG.warning(
+            "node %s is out of scheduling: %s: %s%s", node, fault.reason, fault.message, f" (pod {pod})" if pod else ""
+        )
         told = f"out of scheduling ({fault.reason}): {fault.message}{f' (pod {pod})' if pod else ''}"
         events.record(api, {**marked, "kind": "Node"}, "NodeFaulty", told, time.time(), key=digest)
         return True
@@ -64,7 +66,9 @@ def release(api: Api, node: str) -> bool:
         try:
             found = api.get(NODES, node)
             taints = found["spec"].get("taints") or []
-            notes = [name for name in found["metadata"].get("annotations") or {} if name.startswith(PREFIX) and name != SEEN]
+            notes = [
+                name for name in found["metadata"].get("annotations") or {} if name.startswith(PREFIX) and name != SEEN
+            ]
             ours = [taint for taint in taints if taint.get("key") == TAINT]
             if not ours and not notes:
                 return False

@@ -8,7 +8,7 @@
 Rule: a group moves once per incident. An incident begins with the first member that is lost and ends when every member has a node.
 What is lost while a group moves belongs to its incident.
 
-Hazard: the clock is that of the API server's world, in seconds since 1970, and is kept over restarts of the controller; it may jump.
+Hazard: the clock is that of the API server's world, in seconds since 1970, and kept over restarts of the controller; it may jump.
 A jump back delays a move, a jump ahead makes it early. Neither makes a second one.
 """
 
@@ -128,7 +128,9 @@ def due(state: State, rules: Rules, now: float) -> Sequence[Decision]:
         blocked = f"{who} ({item.why}) has had no replacement for {now - item.since:.0f} s (threshold {rules.threshold_s:g} s)"
         if moves < rules.max_moves:
             moves += 1
-            found.append(Decision(group, True, f"{blocked}; group {group} fails over as a whole ({moves} of {rules.max_moves})"))
+            found.append(
+                Decision(group, True, f"{blocked}; group {group} fails over as a whole ({moves} of {rules.max_moves})")
+            )
         else:
             spent = f"groups of this job have failed over {moves} times already, and may not again; it waits for a node"
             found.append(Decision(group, False, f"{blocked}; {spent}"))

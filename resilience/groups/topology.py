@@ -1,12 +1,12 @@
 """Which group of nodes a node belongs to: a rack, a block, whatever shares a fast network and a fate.
 
-A group has an index that stays when the group moves elsewhere, and a name, which is where it is now. Where there is an index, that is
-the group; where there is none, the name is.
+A group has an index that stays when the group moves elsewhere, and a name, which is where it is now. Where there is an index, that
+is the group; where there is none, the name is.
 
 Sources: labels of a Kubernetes pod (:func:`from_labels`), and settings or the environment (:func:`given`). Others, such as Slurm's
 topology, are one more function that returns a :class:`Place`.
 
-Rule: what can't be meant (an index beyond the number of groups, a word where a number belongs) is an error that says so, never a guess.
+Rule: what can't be meant (an index beyond the number of groups, a word for a number) is an error that says so, never a guess.
 """
 
 from __future__ import annotations

@@ -63,7 +63,10 @@ def _blocks(members: Sequence[Member]) -> list[list[Member]]:
         found.setdefault(_group(member), []).append(member)
     rest = found.pop(None, [])
     indexed = [found[key] for key in sorted(key for key in found if key is not None and not key[1])]
-    named = [found[key] for key in sorted((key for key in found if key is not None and key[1]), key=lambda it: _natural(it[1]))]
+    named = [
+        found[key]
+        for key in sorted((key for key in found if key is not None and key[1]), key=lambda it: _natural(it[1]))
+    ]
     order, at = indexed, sum(len(block) for block in indexed)
     known = sorted((_first(block), index) for index, block in enumerate(named) if _first(block) >= 0)
     fresh = [block for block in named if _first(block) < 0]

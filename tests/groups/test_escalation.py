@@ -97,7 +97,9 @@ def test_state_survives_a_restart_to_the_second() -> None:
     assert due(again, Rules(max_moves=9), 423.5) == due(state, Rules(max_moves=9), 423.5) != []
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"incidents": 3, "moves": 0}', '{"incidents": {"0": {}}, "moves": 0}'])
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"incidents": 3, "moves": 0}', '{"incidents": {"0": {}}, "moves": 0}']
+)
 def test_what_is_not_a_state_is_refused(text: str) -> None:
     with pytest.raises(ValueError):
         State.from_text(text)

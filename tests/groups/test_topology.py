@@ -7,7 +7,12 @@ from resilience.groups.topology import NOWHERE, Place, from_labels, given
 
 
 def test_labels_of_a_pod_say_its_group_its_rack_and_how_many_groups_there_are() -> None:
-    labels = {"scheduling/rack-group": "3", "scheduling/rack-id": "xxx.xx", "scheduling/rack-group-size": "4", "app": "x"}
+    labels = {
+        "scheduling/rack-group": "3",
+        "scheduling/rack-id": "xxx.xx",
+        "scheduling/rack-group-size": "4",
+        "app": "x",
+    }
     assert from_labels(labels) == Place("xxx.xx", 3, 4)
 
 

@@ -264,7 +264,12 @@ def test_group_that_moved_to_another_rack_keeps_its_place_by_its_index() -> None
 
 
 def test_group_with_a_name_only_takes_the_gap_that_another_left() -> None:
-    members = [member("b0", rank=2, group="b"), member("b1", rank=3, group="b"), member("z0", group="z"), member("z1", group="z")]
+    members = [
+        member("b0", rank=2, group="b"),
+        member("b1", rank=3, group="b"),
+        member("z0", group="z"),
+        member("z1", group="z"),
+    ]
     assert assign(members, by_infra=False) == {"z0": 0, "z1": 1, "b0": 2, "b1": 3}
     larger = [*members, member("z2", group="z")]
     assert groups_of(larger, assign(larger, by_infra=False)) == ["b", "b", "z", "z", "z"]
@@ -276,7 +281,12 @@ def test_groups_keep_their_order_when_one_of_them_shrinks() -> None:
 
 
 def test_newcomer_of_a_known_group_does_not_change_the_order_of_groups() -> None:
-    members = [member("z0", rank=0, group="z"), member("a0", rank=1, group="a"), member("a1", group="a"), member("z1", group="z")]
+    members = [
+        member("z0", rank=0, group="z"),
+        member("a0", rank=1, group="a"),
+        member("a1", group="a"),
+        member("z1", group="z"),
+    ]
     assert groups_of(members, assign(members, by_infra=False)) == ["z", "z", "a", "a"]
 
 
@@ -285,7 +295,9 @@ def test_whatever_comes_together_every_group_is_one_block_and_every_rank_is_give
     for seed in range(RUNS):
         rng = random.Random(seed)
         members = [
-            dataclasses.replace(it, group=rng.choice(["", "a", "b", "c10", "c9"]), group_index=rng.choice([None, None, 0, 1]))
+            dataclasses.replace(
+                it, group=rng.choice(["", "a", "b", "c10", "c9"]), group_index=rng.choice([None, None, 0, 1])
+            )
             for it in some_members(rng)
         ]
         ranks = assign(members, by_infra)

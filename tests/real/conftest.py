@@ -11,7 +11,7 @@ from tests.real import kubernetes
 
 @pytest.fixture(scope="session")
 def api_server() -> Iterator[kubernetes.ApiServer]:
-    """A real API server for the whole session, or a skip that says what is not here. Tests take namespaces and names of their own."""
+    """A real API server for the whole session, or a skip that says what is not here. Tests take names of their own."""
     lacking = kubernetes.missing()
     if lacking:
         pytest.skip(f"not here: {lacking}. Left out is everything against a real Kubernetes API server")

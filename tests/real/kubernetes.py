@@ -1,7 +1,7 @@
-"""A real Kubernetes API server for the tests: with RBAC and a token, on loopback, in a folder of its own, and gone when the test is.
+"""A real Kubernetes API server for the tests: with RBAC and a token, on loopback, in its own folder, and gone with the test.
 
-The programs are built once, by ``build_apiserver.sh``, into a cache folder outside the clone; ``make test-kubernetes`` does it. There
-is no kubelet: tests set the phases of pods through the status API. The real scheduler and controller manager can be started beside it.
+The programs are built once, by ``build_apiserver.sh``, into a cache folder outside the clone; ``make test-kubernetes`` does it.
+There is no kubelet: tests set the phases of pods through the status API. The real scheduler and controllers can run beside it.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ class ApiServer:
         return path
 
     def client(self, user: str | None = None) -> ApiClient:
-        """Return a client of the official kind; ``user`` is impersonated, as ``system:serviceaccount:NAMESPACE:NAME`` for instance."""
+        """Return a client of the official kind; ``user`` is impersonated (``system:serviceaccount:NAMESPACE:NAME``)."""
         from kubernetes.client import ApiClient, Configuration
 
         configuration = Configuration()

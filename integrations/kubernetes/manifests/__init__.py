@@ -41,9 +41,13 @@ def main(argv: list[str]) -> int:
         allow_abbrev=False,
     )
     parser.add_argument("--namespace", default=NAMESPACE, help="where the controller runs (default: %(default)s)")
-    parser.add_argument("--image", default=IMAGE, help="an image that has resilience-sdk[kubernetes] in it (default: %(default)s)")
+    parser.add_argument(
+        "--image", default=IMAGE, help="an image that has resilience-sdk[kubernetes] in it (default: %(default)s)"
+    )
     parser.add_argument("--replicas", type=int, default=2, help="of which one acts (default: %(default)s)")
-    parser.add_argument("--arg", action="append", default=[], metavar="ARGUMENT", help="one more argument of the controller")
+    parser.add_argument(
+        "--arg", action="append", default=[], metavar="ARGUMENT", help="one more argument of the controller"
+    )
     asked = parser.parse_args(argv)
     documents = manifests(asked.namespace, asked.image, asked.replicas)
     for document in documents:
