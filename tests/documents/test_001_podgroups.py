@@ -10,13 +10,16 @@ from typing import Any
 import pytest
 import yaml
 
-pytest.importorskip("resilience.integrations.kubernetes.podgroups", reason="not installed here: resilience.integrations")
+pytest.importorskip(
+    "resilience.integrations.kubernetes.podgroups", reason="not installed here: resilience.integrations"
+)
 
 from resilience.integrations.kubernetes import podgroups
 from resilience.integrations.kubernetes.parts import PODS
 from resilience.integrations.kubernetes.podgroups.jobs import KINDS, T9K_KINDS
 from resilience.integrations.kubernetes.podgroups.part import PodGroups
 from resilience.integrations.kubernetes.podgroups.schedulers import T9k, read
+
 from tests.integrations.kubernetes.memory import MemoryCluster
 
 NAMESPACE = "dev-wangdi"

@@ -54,7 +54,12 @@ class MemoryCluster:
             raise Conflict(f"{kind.plural} {key[3]} already exists", 409)
         number = next(self._count)
         made = copy.deepcopy(dict(thing))
-        made["metadata"] = {"uid": f"uid-{number}", "resourceVersion": str(number), "namespace": namespace, **made["metadata"]}
+        made["metadata"] = {
+            "uid": f"uid-{number}",
+            "resourceVersion": str(number),
+            "namespace": namespace,
+            **made["metadata"],
+        }
         self.things[key] = made
         self.writes.append(("create", kind.plural, key[3]))
         self._told(kind, ADDED, made)

@@ -1,10 +1,11 @@
 """The eight kinds of T9k's jobs, one of each, as its public documentation writes them; and their definitions for a test's cluster.
 
-The definitions are for tests only: they check the parts that all kinds share (``spec.scheduler``, ``spec.elastic``) and keep the rest.
+The definitions are for tests only: they check what kinds share (``spec.scheduler``, ``spec.elastic``) and keep the rest.
 """
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 from resilience.integrations.kubernetes.podgroups import crd
@@ -13,21 +14,39 @@ from resilience.integrations.kubernetes.podgroups.jobs import KINDS, T9K_GROUP, 
 POD: dict[str, Any] = {"spec": {"containers": [{"name": "worker", "image": "example"}]}}
 SPECS: dict[str, tuple[dict[str, Any], int]] = {
     "TensorFlowTrainingJob": (
-        {"replicaSpecs": [{"type": "worker", "replicas": 4, "template": POD}, {"type": "ps", "replicas": 2, "template": POD}]},
+        {
+            "replicaSpecs": [
+                {"type": "worker", "replicas": 4, "template": POD},
+                {"type": "ps", "replicas": 2, "template": POD},
+            ]
+        },
         6,
     ),
     "PyTorchTrainingJob": (
-        {"replicaSpecs": [{"type": "master", "replicas": 1, "template": POD}, {"type": "worker", "replicas": 3, "template": POD}]},
+        {
+            "replicaSpecs": [
+                {"type": "master", "replicas": 1, "template": POD},
+                {"type": "worker", "replicas": 3, "template": POD},
+            ]
+        },
         4,
     ),
-    "XGBoostTrainingJob": ({"replicaSpecs": [{"type": "master", "template": POD}, {"type": "worker", "replicas": 2}]}, 3),
+    "XGBoostTrainingJob": (
+        {"replicaSpecs": [{"type": "master", "template": POD}, {"type": "worker", "replicas": 2}]},
+        3,
+    ),
     "GenericJob": ({"replicaSpecs": [{"type": "worker", "replicas": 4}, {"type": "ps", "replicas": 1}]}, 5),
     "MPIJob": ({"worker": {"replicas": 5, "cmd": ["./walk"], "template": POD}, "mca": {"btl": "^openib"}}, 5),
-    "ColossalAIJob": ({"launcher": {"image": "example"}, "worker": {"replicas": 2, "procPerWorker": 1, "template": POD}}, 2),
+    "ColossalAIJob": (
+        {"launcher": {"image": "example"}, "worker": {"replicas": 2, "procPerWorker": 1, "template": POD}},
+        2,
+    ),
     "DeepSpeedJob": ({"config": {"slotsPerWorker": 1}, "worker": {"replicas": 4, "template": POD}}, 4),
     "BeamJob": (
         {
-            "flinkClusterTemplate": {"spec": {"jobManager": {"accessScope": "Cluster"}, "taskManager": {"replicas": 2}}},
+            "flinkClusterTemplate": {
+                "spec": {"jobManager": {"accessScope": "Cluster"}, "taskManager": {"replicas": 2}}
+            },
             "jobTemplate": {"spec": {"template": POD}},
         },
         3,
@@ -35,11 +54,13 @@ SPECS: dict[str, tuple[dict[str, Any], int]] = {
 }
 
 
-def job(kind: str, name: str = "job-sample", *, queue: str | None = "default", priority: int | None = 10) -> dict[str, Any]:
+def job(
+    kind: str, name: str = "job-sample", *, queue: str | None = "default", priority: int | None = 10
+) -> dict[str, Any]:
     """Return a job of a kind that asks for a group."""
     policy = {key: value for key, value in (("queue", queue), ("priority", priority)) if value is not None}
     spec = {"scheduler": {"t9kScheduler": policy}, **SPECS[kind][0]}
-    return {"apiVersion": KINDS[kind].api_version, "kind": kind, "metadata": {"name": name}, "spec": spec}
+    return {"apiVersion": KINDS[kind].api_version, "kind": kind, "metadata": {"name": name}, "spec": copy.deepcopy(spec)}
 
 
 def definitions() -> list[dict[str, Any]]:
