@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 OLD := .venv-lightning
 
-.PHONY: setup lint format test test-long test-lightning test-real soak bench demo clean
+.PHONY: setup lint format test test-long test-lightning test-kubernetes test-real soak bench demo clean
 .DEFAULT_GOAL := help
 
 help:
@@ -13,6 +13,7 @@ help:
 	@echo "make test       the test suite: pip packages only, no root"
 	@echo "make test-long  more cases of the fault tests, and those with many launchers; part of test-real"
 	@echo "make test-lightning  resuming, with the oldest releases of Lightning"
+	@echo "make test-kubernetes  against a real API server, which is built once and kept (5 minutes; root, Debian 12)"
 	@echo "make test-real  tests that need root and Debian packages (network namespaces), and an S3 server from PyPI"
 	@echo "make lint       ruff and mypy"
 	@echo "make bench      the benchmarks; BENCH_NVRX=VENV adds the peer"
@@ -50,7 +51,17 @@ test-lightning:
 		lightning==2.0.9.post0 pytorch-lightning==2.0.0 "setuptools<81" pytest pytest-timeout
 	$(OLD)/bin/python -m pytest -W ignore -o filterwarnings= tests/integrations/lightning/test_resume.py
 
-test-real: setup test-long
+# Where the built API server, scheduler and controller manager are kept.
+KUBERNETES := $(or $(RESILIENCE_CACHE),$(or $(XDG_CACHE_HOME),$(HOME)/.cache)/resilience)/kube-apiserver-1.20.2
+
+$(KUBERNETES):
+	tests/real/build_apiserver.sh $(KUBERNETES)
+
+test-kubernetes: setup $(KUBERNETES)
+	@command -v openssl >/dev/null || { apt-get update -qq && apt-get install -y -qq openssl; }
+	$(BIN)/python -m pytest tests/integrations/kubernetes tests/documents tests/real/test_kubernetes*.py
+
+test-real: setup test-long $(KUBERNETES)
 	@test "$$(id -u)" = 0 || { echo "make test-real needs root"; exit 1; }
 	@command -v ip >/dev/null || { apt-get update -qq && apt-get install -y -qq iproute2; }
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[real]'

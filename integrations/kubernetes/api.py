@@ -114,9 +114,11 @@ class Api:
                 return items, str(meta.get("resourceVersion", ""))
             query["continue"] = meta["continue"]
 
-    def create(self, kind: Kind, thing: Thing, namespace: str = "") -> dict[str, Any]:
-        """Create a thing. Raises :class:`Conflict` where there is one of that name."""
-        return self._call("POST", kind, namespace, body=thing)
+    def create(
+        self, kind: Kind, thing: Thing, namespace: str = "", *, name: str = "", subresource: str = ""
+    ) -> dict[str, Any]:
+        """Create a thing, or a subresource of one. Raises :class:`Conflict` where there is one of that name."""
+        return self._call("POST", kind, namespace, name, body=thing, subresource=subresource)
 
     def replace(self, kind: Kind, thing: Thing, namespace: str = "") -> dict[str, Any]:
         """Write a thing back as it is; with its resource version in it, only where nobody was quicker."""

@@ -149,7 +149,7 @@ def uncordon(argv: list[str]) -> int:
     """``resilience kubernetes uncordon NODE``: put nodes back in service that were marked by us."""
     parser = argparse.ArgumentParser(
         prog="resilience kubernetes uncordon",
-        description="Put nodes back in service: uncordon them, remove our taint and notes; what they were marked for is remembered.",
+        description="Put nodes back in service: uncordon them, remove our taint and notes; what they were marked for stays known.",
     )
     parser.add_argument("node", nargs="+")
     parser.add_argument("--kubeconfig")

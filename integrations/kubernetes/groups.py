@@ -1,0 +1,305 @@
+"""Part ``groups``: a group of nodes whose lost member gets no new node in time is failed over as a whole.
+
+1) pods of a job tell who is in which group, by the scheduler's labels; that is remembered
+2) a member that failed or is gone is missed until a pod of its seat has a node; ``escalation`` says when that takes too long
+3) the nodes of the group's rack are labelled, so that the job's pods stay away from them (see ``placement``)
+4) all pods of the group are evicted together; their owner makes them again, and plain pods are made again here
+5) when every seat has a node, or after an hour, the labels are taken away
+
+Rule: what will be done is written down first; each step can be done twice. Pods are evicted, not deleted: that heeds disruption
+budgets, and a Job that ignores disruptions does not count it as a failure.
+
+Hazard: a plain pod on a node that is gone can't end, and its name stays taken. It is removed by force, but only where its node is
+not ready or not there: the launchers' rendezvous has let go of it by then.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from resilience.integrations.kubernetes import events, placement
+from resilience.integrations.kubernetes.api import Api, Conflict, KubernetesError, NotFound
+from resilience.integrations.kubernetes.members import Member, member
+from resilience.integrations.kubernetes.memory import Memory, Record
+from resilience.integrations.kubernetes.observing import is_over, observe
+from resilience.integrations.kubernetes.parts import DELETED, NODES, PODS, Kind, Thing
+
+from resilience.groups import escalation
+from resilience.groups.escalation import Decision, Rules
+
+if TYPE_CHECKING:
+    from resilience.integrations.kubernetes.controller import Options
+
+_LOG = logging.getLogger("resilience.kubernetes")
+AVOID_S = 3600.0  # the old rack is avoided for as long at most: it may be the only one that is ever free again
+_STUCK_S = 60.0
+Key = tuple[str, str]
+
+
+class Groups:
+    """See above."""
+
+    name = "groups"
+
+    def __init__(self, api: Api, options: Options) -> None:
+        self._api = api
+        self._options = options
+        self._rules = Rules(options.group_threshold, options.max_group_failovers)
+        self._kind = Kind("", "v1", "pods", options.pod_selector)
+        self._memory = Memory(api, options.state_namespace)
+        self._loaded = False
+        self._records: dict[Key, Record] = {}
+        self._pods: dict[Key, dict[str, Thing]] = {}
+        self._dirty: set[Key] = set()
+        self._labelled: set[tuple[Key, str]] = set()
+
+    @classmethod
+    def build(cls, api: Api, options: Options) -> Groups:
+        """Make it as the command line asks for."""
+        return cls(api, options)
+
+    def kinds(self) -> Sequence[Kind]:
+        """See :class:`Part`."""
+        return [self._kind]
+
+    def changed(self, kind: Kind, verb: str, thing: Thing) -> None:
+        """See :class:`Part`."""
+        meta = thing["metadata"]
+        job = (meta.get("labels") or {}).get(self._options.job_label)
+        if not job:
+            return
+        key = (str(meta["namespace"]), str(job))
+        pods = self._pods.setdefault(key, {})
+        if verb == DELETED:
+            pods.pop(str(meta["uid"]), None)
+        else:
+            pods[str(meta["uid"])] = thing
+        self._dirty.add(key)
+
+    def tick(self, now: float) -> None:
+        """See :class:`Part`. A job that can't be dealt with holds up no other."""
+        if not self._loaded:
+            self._records = {record.key: record for record in self._memory.load()}
+            self._dirty |= {*self._records, *self._pods}
+            self._loaded = True
+        busy = {key for key, it in self._records.items() if it.state.incidents or it.doomed or it.making or it.marked}
+        failed: KubernetesError | None = None
+        for key in sorted(self._dirty | busy):
+            try:
+                self._turn(key, now)
+                self._dirty.discard(key)
+            except Conflict as error:  # somebody else has written what we remember: read it again
+                self._loaded, failed = False, error
+            except KubernetesError as error:
+                failed = error
+        if failed is not None:
+            raise failed
+
+    # -- one job ----------------------------------------------------------------------------------------------------
+
+    def _turn(self, key: Key, now: float) -> None:
+        pods = self._pods.get(key, {})
+        members = [member(pod) for pod in pods.values()]
+        before = self._records.get(key) or Record(*key)
+        if not before.seats and not before.marked and not any(it.place.known for it in members):
+            return  # no groups here
+        record = observe(before, members, now)
+        record.doomed = {name: uid for name, uid in record.doomed.items() if uid in pods}
+        self._keep_plain(record, members, pods)
+        if is_over(record, members, now, AVOID_S):
+            self._end(record, not pods)
+            return
+        told = []
+        for decision in escalation.due(record.state, self._rules, now):
+            told.append((decision, self._decided(record, decision, members, now)))
+        self._memory.save(record)
+        self._records[key] = record
+        for decision, about in told:
+            self._tell(record, decision, about, now)
+        self._carry_on(record, members, now)
+        self._memory.save(record)
+
+    def _keep_plain(self, record: Record, members: Sequence[Member], pods: dict[str, Thing]) -> None:
+        """Keep what is needed to make the pods again that nobody else would."""
+        for it in members:
+            if it.owner is None and it.seat in record.seats and it.seat not in record.plain:
+                record.plain[it.seat] = placement.manifest(pods[it.uid])
+
+    def _end(self, record: Record, gone: bool) -> None:
+        self._unmark(record)
+        self._memory.forget(record)
+        self._records.pop(record.key, None)
+        if gone:
+            self._pods.pop(record.key, None)
+
+    # -- a group that moves -----------------------------------------------------------------------------------------
+
+    def _decided(self, record: Record, decision: Decision, members: Sequence[Member], now: float) -> list[Member]:
+        """Write into the record what a decision means; return the pods it is about."""
+        seats = [name for name, seat in record.seats.items() if seat.group == decision.group]
+        about = [it for it in members if it.seat in seats and not it.finished]
+        if not decision.move:
+            record.state = escalation.refused(record.state, decision.group)
+            return about
+        record.state = escalation.moved(record.state, decision.group, seats, now)
+        record.doomed |= {it.name: it.uid for it in about}
+        record.making += [name for name in seats if name in record.plain and name not in record.making]
+        for node in self._old_nodes(record, seats):
+            record.marked[node] = now
+        return about
+
+    def _old_nodes(self, record: Record, seats: Sequence[str]) -> list[str]:
+        racks = {record.seats[name].rack for name in seats} - {""}
+        found = {record.seats[name].node for name in seats} - {""}
+        for rack in racks:
+            selector = f"{self._options.rack_label}={rack}"
+            kind = Kind("", "v1", "nodes", selector, namespaced=False)
+            found |= {str(node["metadata"]["name"]) for node in self._api.list_all(kind)[0]}
+        return sorted(found)
+
+    def _tell(self, record: Record, decision: Decision, about: Sequence[Member], now: float) -> None:
+        name = f"{record.namespace}/{record.job}"
+        _LOG.warning("job %s: %s.", name, decision.reason)
+        reason = "GroupFailover" if decision.move else "GroupFailoverRefused"
+        key = f"{name}/{decision.group}/{record.state.moves}"
+        owners = {str(it.owner["uid"]): it.owner for it in about if it.owner is not None}
+        for owner in owners.values():
+            meta = {"name": owner["name"], "namespace": record.namespace, "uid": owner["uid"]}
+            thing = {"apiVersion": owner["apiVersion"], "kind": owner["kind"], "metadata": meta}
+            events.record(self._api, thing, reason, decision.reason, now, key=key)
+        for it in about:
+            meta = {"name": it.name, "namespace": record.namespace, "uid": it.uid}
+            thing = {"apiVersion": "v1", "kind": "Pod", "metadata": meta}
+            events.record(self._api, thing, reason, decision.reason, now, key=key)
+        if decision.move and owners and not self._options.taint_old_rack:
+            pods = self._pods.get(record.key, {})
+            if not all(placement.avoids(pods[it.uid], record.job) for it in about if it.uid in pods):
+                key = placement.avoid_key(record.job)
+                _LOG.warning(
+                    "job %s: its pods' template does not keep them away from nodes with the label %s, so they may come back to "
+                    "the same rack. Add that to the template (see docs/kubernetes-groups.md), or give --taint-old-rack.",
+                    *(name, key),
+                )
+
+    def _carry_on(self, record: Record, members: Sequence[Member], now: float) -> None:
+        """Do what the record says is to be done, as far as it goes now."""
+        moving = any(it.moved_at is not None for it in record.state.incidents.values())
+        if moving or record.doomed or record.making:
+            for node, since in list(record.marked.items()):
+                if now - since > AVOID_S:
+                    self._unmark(record, [node])
+                else:
+                    self._mark(record, node)
+        elif record.marked:
+            self._unmark(record)
+        by_uid = {it.uid: it for it in members}
+        for uid in record.doomed.values():
+            self._evict(record, by_uid[uid], now)
+        if record.making and not record.doomed:  # old ones that are still there would hold the new ones in their rack
+            self._make(record, members)
+
+    def _mark(self, record: Record, node: str) -> None:
+        """Keep the job's pods away from a node."""
+        if (record.key, node) in self._labelled:
+            return
+        try:
+            found = self._api.get(NODES, node)
+            meta: dict[str, Any] = {"labels": {placement.avoid_key(record.job): "true"}}
+            change: dict[str, Any] = {"metadata": meta}
+            taint = _taint(record)
+            taints = found["spec"].get("taints") or []
+            if self._options.taint_old_rack and taint not in taints:
+                meta["resourceVersion"] = found["metadata"]["resourceVersion"]
+                change["spec"] = {"taints": [*taints, taint]}
+            self._api.patch(NODES, node, change)
+        except NotFound:
+            record.marked.pop(node, None)
+        self._labelled.add((record.key, node))
+
+    def _unmark(self, record: Record, names: Sequence[str] | None = None) -> None:
+        """Let the job's pods come to nodes again."""
+        for node in list(record.marked) if names is None else names:
+            try:
+                found = self._api.get(NODES, node)
+                meta: dict[str, Any] = {"labels": {placement.avoid_key(record.job): None}}
+                change: dict[str, Any] = {"metadata": meta}
+                taints = found["spec"].get("taints") or []
+                left = [
+                    it
+                    for it in taints
+                    if (it.get("key"), it.get("value")) != (placement.MOVED_TAINT, _taint(record)["value"])
+                ]
+                if left != taints:
+                    meta["resourceVersion"] = found["metadata"]["resourceVersion"]
+                    change["spec"] = {"taints": left or None}
+                self._api.patch(NODES, node, change)
+            except NotFound:
+                pass
+            record.marked.pop(node, None)
+            self._labelled.discard((record.key, node))
+
+    def _evict(self, record: Record, it: Member, now: float) -> None:
+        """Have a pod go; by force only where it can't go otherwise, and where nobody but us would make it again."""
+        grace: int | None = None
+        if it.leaving:
+            meta = self._pods[record.key][it.uid]["metadata"]
+            stuck = now - events.seconds(meta.get("deletionTimestamp")) > _STUCK_S
+            if it.owner is not None or not stuck or not self._is_dead(it.node):
+                return
+            grace = 0
+            _LOG.warning(
+                "pod %s/%s can't end, its node %s does not answer: it is removed.", record.namespace, it.name, it.node
+            )
+        try:
+            evict(self._api, record.namespace, it.name, it.uid, grace)
+        except (NotFound, Conflict):
+            return  # it is gone already, or another one has its name
+
+    def _is_dead(self, node: str) -> bool:
+        try:
+            found = self._api.get(NODES, node)
+        except NotFound:
+            return True
+        conditions = found.get("status", {}).get("conditions") or ()
+        return any(it.get("type") == "Ready" and it.get("status") != "True" for it in conditions)
+
+    def _make(self, record: Record, members: Sequence[Member]) -> None:
+        """Make plain pods again, where their group is to go."""
+        racks = Kind("", "v1", "nodes", self._options.rack_label, namespaced=False)
+        rack_label = self._options.rack_label if self._api.list_all(racks)[0] else ""
+        for name in list(record.making):
+            seat, plain = record.seats.get(name), record.plain.get(name)
+            if seat is not None and plain is not None and not any(it.seat == name for it in members):
+                job_label = self._options.job_label
+                made = placement.elsewhere(plain, job_label, record.job, seat.group, rack_label)
+                try:
+                    self._api.create(PODS, made, record.namespace)
+                except Conflict:  # it is there: we, or somebody, made it before
+                    _LOG.info("pod %s/%s is there already.", record.namespace, made["metadata"]["name"])
+            record.making.remove(name)
+
+
+def _taint(record: Record) -> dict[str, str]:
+    return {"key": placement.MOVED_TAINT, "value": placement.word(record.job), "effect": "NoSchedule"}
+
+
+def evict(api: Api, namespace: str, name: str, uid: str, grace_s: int | None = None) -> None:
+    """Evict one pod, and not another of its name. Servers before 1.22 know the older form only."""
+    options: dict[str, Any] = {"preconditions": {"uid": uid}}
+    if grace_s is not None:
+        options["gracePeriodSeconds"] = grace_s
+    for version in ("policy/v1", "policy/v1beta1"):
+        body = {
+            "apiVersion": version,
+            "kind": "Eviction",
+            "metadata": {"name": name, "namespace": namespace},
+            "deleteOptions": options,
+        }
+        try:
+            api.create(PODS, body, namespace, name=name, subresource="eviction")
+            return
+        except KubernetesError as error:
+            if version == "policy/v1beta1" or error.status not in (400, 404, 422) or "Eviction" not in str(error):
+                raise

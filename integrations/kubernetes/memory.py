@@ -1,0 +1,154 @@
+"""What the controller remembers of a job's groups: one ConfigMap per job, in the controller's own namespace.
+
+Pods can't hold it, since those of a group that moves are all deleted; their owners are other people's things, of kinds that nobody
+knows beforehand, and the right to change them all would be a large one. So it is kept at home, and removed when the job is over.
+
+Rule: what is about to be done is written before it is done. A controller that starts anew goes on from there.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import logging
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from resilience.integrations.kubernetes.api import Api, Conflict, NotFound
+from resilience.integrations.kubernetes.parts import Kind
+
+from resilience.groups.escalation import State
+
+_LOG = logging.getLogger("resilience.kubernetes")
+MANAGED = "resilience.dev/state=groups"
+_MAPS = Kind("", "v1", "configmaps", MANAGED)
+_LARGEST = 64 << 20  # of what one unpacks to
+
+
+@dataclass
+class Seat:
+    """Where a seat is: its group, the rack and the node it was last seen on, and its pod's name."""
+
+    group: str
+    rack: str = ""
+    node: str = ""
+    pod: str = ""
+
+
+@dataclass
+class Record:
+    """All that is remembered of one job. ``plain``: manifests of pods that nobody else would make again, by seat; ``doomed``: pods
+    that are to go, uid by name; ``marked``: nodes that carry the job's label, and since when."""
+
+    namespace: str
+    job: str
+    seats: dict[str, Seat] = field(default_factory=dict)
+    state: State = field(default_factory=State)
+    plain: dict[str, Any] = field(default_factory=dict)
+    doomed: dict[str, str] = field(default_factory=dict)
+    making: list[str] = field(default_factory=list)  # seats whose plain pods are to be made again
+    marked: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """Return which job it is."""
+        return (self.namespace, self.job)
+
+    def as_text(self) -> str:
+        """Return it as JSON."""
+        data = {**self.__dict__, "seats": {name: seat.__dict__ for name, seat in self.seats.items()}}
+        return json.dumps({**data, "state": self.state.as_text()}, sort_keys=True, separators=(",", ":"))
+
+    @classmethod
+    def from_text(cls, text: str) -> Record:
+        """Read what :meth:`as_text` wrote. Raises ``ValueError`` for anything else."""
+        try:
+            data = json.loads(text)
+            data["seats"] = {name: Seat(**seat) for name, seat in data["seats"].items()}
+            data["state"] = State.from_text(data["state"])
+            return cls(**data)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"not a record of a job's groups: {error!r}") from error
+
+
+class Memory:
+    """The ConfigMaps. What has not changed is not written."""
+
+    def __init__(self, api: Api, namespace: str) -> None:
+        self._api = api
+        self._namespace = namespace
+        self._versions: dict[tuple[str, str], str] = {}
+        self._texts: dict[tuple[str, str], str] = {}
+
+    def load(self) -> Iterator[Record]:
+        """Yield what an earlier controller left."""
+        for found in self._api.list_all(_MAPS, self._namespace)[0]:
+            try:
+                packed = zlib.decompressobj().decompress(base64.b64decode(found["data"]["record"]), _LARGEST)
+                record = Record.from_text(packed.decode())
+            except (KeyError, ValueError, zlib.error) as error:
+                _LOG.error("ConfigMap %s can't be read (%s); it is left as it is.", found["metadata"]["name"], error)
+                continue
+            self._versions[record.key] = found["metadata"]["resourceVersion"]
+            self._texts[record.key] = record.as_text()
+            yield record
+
+    def save(self, record: Record) -> None:
+        """Write a record, if it has changed. Raises ``Conflict`` where another replica has written it."""
+        text = record.as_text()
+        if self._texts.get(record.key) == text:
+            return
+        thing = {
+            "apiVersion": "v1",
+            "kind": "ConfigMap",
+            "metadata": {
+                "name": _name(record.key),
+                "labels": dict([MANAGED.split("=")]),
+                "annotations": {
+                    "resilience.dev/job": f"{record.namespace}/{record.job}",
+                    "resilience.dev/groups": _words(record),
+                },
+            },
+            "data": {"record": base64.b64encode(zlib.compress(text.encode(), 9)).decode()},
+        }
+        version = self._versions.get(record.key)
+        if version is None:
+            written = self._create(thing)
+        else:
+            thing["metadata"]["resourceVersion"] = version  # type: ignore[index]  # it is a dict
+            written = self._api.replace(_MAPS, thing, self._namespace)
+        self._versions[record.key] = written["metadata"]["resourceVersion"]
+        self._texts[record.key] = text
+
+    def _create(self, thing: dict[str, Any]) -> dict[str, Any]:
+        """A map of that name that was not in the list is one that could not be read: it is in the way."""
+        try:
+            return self._api.create(_MAPS, thing, self._namespace)
+        except Conflict:
+            self._api.delete(_MAPS, thing["metadata"]["name"], self._namespace)
+            raise
+
+    def forget(self, record: Record) -> None:
+        """Remove a record."""
+        if self._versions.pop(record.key, None) is not None:
+            self._texts.pop(record.key, None)
+            try:
+                self._api.delete(_MAPS, _name(record.key), self._namespace)
+            except NotFound:
+                return
+
+
+def _words(record: Record) -> str:
+    """Say for people where a job's groups stand."""
+    waiting = [
+        f"group {group}: {', '.join(sorted(it.absent))} without a node" for group, it in record.state.incidents.items()
+    ]
+    return "; ".join([f"{record.state.moves} group failovers", *waiting])[:2000]
+
+
+def _name(key: tuple[str, str]) -> str:
+    digest = hashlib.sha256("/".join(key).encode()).hexdigest()[:16]
+    return f"resilience-groups-{digest}"

@@ -1,0 +1,74 @@
+"""What a pod's end tells of its node."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from resilience.integrations.kubernetes.faulty import failures
+from resilience.integrations.kubernetes.nodes import word
+
+from resilience.failover.error_monitor import NodeFault
+from tests.integrations.kubernetes.pods import ended, pod
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        (14, "InfoROMCorrupted"),
+        (128, "UnknownDevice"),
+        (201, "DriverError"),
+        (202, "ResidualProcesses"),
+        (80, "NodeCheckFailed"),
+    ],
+)
+def test_exit_code_of_the_hardware_tells_of_the_node(code: int, reason: str) -> None:
+    (found,) = failures(pod("p", node="gpu-7", code=code))
+    assert (found.fault.node, found.fault.reason, found.fault.code) == ("gpu-7", reason, code)
+    assert found.happened > 0
+
+
+@pytest.mark.parametrize("code", [0, 1, 75, 76, 77, 78, 79, 137, 143])
+def test_other_exit_codes_tell_nothing_of_the_node(code: int) -> None:
+    assert not list(failures(pod("p", node="gpu-7", code=code)))
+
+
+def test_message_of_the_launcher_says_more_and_its_claim_of_another_node_is_not_believed() -> None:
+    told = NodeFault("somebody-elses-node", "NodeCheckFailed", "GEMM on cuda:3 gave a wrong result", run="r1")
+    (found,) = failures(pod("p", node="gpu-7", code=1, message=told.as_message()))
+    assert found.fault.node == "gpu-7"
+    assert (found.fault.reason, found.fault.message, found.fault.run) == (told.reason, told.message, "r1")
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "null", "[]", '{"resilience": 1}', '{"resilience": 2, "fault": {}}', "x" * 4096]
+)
+def test_message_of_anybody_else_is_no_message(text: str) -> None:
+    assert not list(failures(pod("p", node="gpu-7", code=1, message=text)))
+
+
+def test_pod_that_never_had_a_node_tells_of_none() -> None:
+    assert not list(failures(pod("p", code=14)))
+
+
+def test_container_that_was_started_again_is_heard_for_what_it_was_before() -> None:
+    thing = pod("p", node="gpu-7")
+    thing["status"]["containerStatuses"] = [
+        {"name": "main", "restartCount": 1, "lastState": ended(201)["containerStatuses"][0]["state"]}
+    ]
+    assert [it.fault.code for it in failures(thing)] == [201]
+
+
+def test_same_failure_is_the_same_however_often_it_is_looked_at_and_another_is_another() -> None:
+    first, again = (next(failures(pod("p", node="n", code=14))) for _ in range(2))
+    later = pod("p", node="n")
+    later["status"] |= ended(14, container="containerd://2")
+    assert first.id == again.id != next(failures(later)).id
+
+
+def test_any_reason_becomes_a_word_that_a_taint_can_hold() -> None:
+    assert word("NodeCheckFailed") == "NodeCheckFailed"
+    assert word("a reason: with/odd, things") == "a-reason-with-odd-things"
+    assert word("") == word("///") == "unknown"
+    assert len(word("x" * 200)) == 63
+    assert json.dumps(word("日本")) == '"unknown"'

@@ -1,0 +1,225 @@
+"""Who sits where, who is missed, and where a group may go: pods in, words out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from resilience.integrations.kubernetes.members import member
+from resilience.integrations.kubernetes.memory import Record, Seat
+from resilience.integrations.kubernetes.observing import is_over, observe
+from resilience.integrations.kubernetes.placement import avoids, elsewhere, manifest
+
+from resilience.groups.escalation import Rules, due, moved
+from tests.integrations.kubernetes.pods import JOB, owned_by, pod
+
+BATCH = owned_by("Job", "train")
+HARD = "requiredDuringSchedulingIgnoredDuringExecution"
+
+
+def look(record: Record, pods: list[dict[str, Any]], now: float = 0.0) -> Record:
+    return observe(record, [member(it) for it in pods], now)
+
+
+def indexed(number: int, group: int | None, node: str, uid: str = "", **more: Any) -> dict[str, Any]:
+    rack = "" if group is None else f"rack-{group}"
+    return pod(
+        f"train-{number}-{uid or 'a'}",
+        uid=f"{number}{uid}",
+        index=number,
+        group=group,
+        rack=rack,
+        node=node,
+        owner=BATCH,
+        **more,
+    )
+
+
+def four() -> list[dict[str, Any]]:
+    return [indexed(number, number // 2, f"node-{number}") for number in range(4)]
+
+
+# -- seats ------------------------------------------------------------------------------------------------------------
+
+
+def test_seat_is_the_index_where_there_is_one_and_survives_its_pod() -> None:
+    assert member(indexed(3, 1, "n")).seat == member(indexed(3, None, "", "b")).seat == "3"
+
+
+def test_seats_of_a_jobset_are_told_apart_by_job_and_index() -> None:
+    labels = {"jobset.sigs.k8s.io/replicatedjob-name": "workers", "jobset.sigs.k8s.io/job-index": "2"}
+    thing = pod("x", index=1, owner=BATCH)
+    thing["metadata"]["labels"] |= labels
+    assert member(thing).seat == "workers/2/1"
+
+
+def test_plain_pod_and_one_of_a_statefulset_sit_by_name() -> None:
+    assert member(pod("worker-0")).seat == "worker-0"
+    assert member(pod("worker-0", owner=owned_by("StatefulSet", "worker"))).seat == "worker-0"
+
+
+def test_labels_that_cant_be_meant_are_no_group() -> None:
+    thing = pod("x", node="n")
+    thing["metadata"]["labels"]["scheduling/rack-group"] = "first"
+    assert not member(thing).place.known
+
+
+def test_members_with_nodes_and_groups_are_remembered() -> None:
+    record = look(Record("default", "train"), four())
+    assert record.seats["2"] == Seat("1", "rack-1", "node-2", "train-2-a")
+    assert not record.state.incidents
+
+
+def test_pod_that_waits_is_no_member_until_it_was_one() -> None:
+    assert not look(Record("default", "train"), [indexed(0, 0, "")]).seats
+
+
+# -- who is missed ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["gone", "failed", "leaving", "waits"])
+def test_member_that_is_gone_or_failed_or_whose_replacement_waits_is_missed(how: str) -> None:
+    pods = four()
+    record = look(Record("default", "train"), pods)
+    if how == "gone":
+        del pods[1]
+    elif how == "failed":
+        pods[1]["status"]["phase"] = "Failed"
+    elif how == "leaving":
+        pods[1]["metadata"]["deletionTimestamp"] = "2030-01-01T00:00:00Z"
+    else:
+        pods[1] = indexed(1, None, "", "b")
+        pods[1]["status"]["conditions"] = [
+            {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/4 nodes are available"}
+        ]
+    record = look(record, pods, 100.0)
+    (absent,) = record.state.incidents["0"].absent.items()
+    assert (absent[0], absent[1].since) == ("1", 100.0)
+    assert {"gone": "gone", "failed": "failed", "leaving": "deleted", "waits": "0/4 nodes"}[how] in absent[1].why
+
+
+def test_replacement_with_a_node_ends_the_incident_and_its_group_is_that_of_its_seat() -> None:
+    pods = four()
+    record = look(Record("default", "train"), pods)
+    record = look(record, [pods[0], *pods[2:]], 100.0)
+    pods[1] = indexed(1, None, "node-9", "b")
+    record = look(record, pods, 200.0)
+    assert not record.state.incidents
+    assert record.seats["1"] == Seat("0", "rack-0", "node-9", "train-1-b")
+
+
+def test_member_that_finished_is_not_missed() -> None:
+    pods = four()
+    record = look(Record("default", "train"), pods)
+    pods[3]["status"]["phase"] = "Succeeded"
+    record = look(record, pods, 100.0)
+    assert not record.state.incidents
+    assert "3" not in record.seats
+
+
+def test_pods_that_cant_be_told_apart_take_over_from_one_another() -> None:
+    def anonymous(name: str, node: str, group: int | None) -> dict[str, Any]:
+        return pod(f"train-{name}", node=node, group=group, owner=BATCH)
+
+    record = look(
+        Record("default", "train"), [anonymous("a", "n1", 0), anonymous("b", "n2", 0), anonymous("c", "n3", 1)]
+    )
+    record = look(record, [anonymous("a", "n1", 0), anonymous("c", "n3", 1), anonymous("d", "", None)], 100.0)
+    assert list(record.state.incidents["0"].absent) == ["pod/train-b"]
+    record = look(record, [anonymous("a", "n1", 0), anonymous("c", "n3", 1), anonymous("d", "n4", None)], 200.0)
+    assert not record.state.incidents
+    assert {name: seat.group for name, seat in record.seats.items()} == {
+        "pod/train-a": "0",
+        "pod/train-c": "1",
+        "pod/train-d": "0",
+    }
+
+
+def test_pods_that_are_told_to_go_hold_no_seat_while_they_are_still_there() -> None:
+    pods = four()
+    record = look(Record("default", "train"), pods)
+    record.doomed = {it["metadata"]["name"]: it["metadata"]["uid"] for it in pods[:2]}
+    record.state = moved(record.state, "0", ["0", "1"], 50.0)
+    record = look(record, pods, 100.0)
+    assert set(record.state.incidents["0"].absent) == {"0", "1"}
+    assert not due(record.state, Rules(), 1e6)
+
+
+def test_plain_group_of_which_nothing_is_left_was_taken_away_on_purpose() -> None:
+    pods = [pod(f"w{number}", group=number // 2, rack="r", node="n") for number in range(4)]
+    record = look(Record("default", "train"), pods)
+    record.plain = {it["metadata"]["name"]: manifest(it) for it in pods}
+    record = look(record, pods[2:], 100.0)
+    assert not record.state.incidents
+    assert set(record.seats) == {"w2", "w3"}
+
+
+def test_job_is_over_when_its_pods_are_gone_or_done_but_not_while_a_group_is_on_its_way() -> None:
+    record = look(Record("default", "train"), four())
+    assert is_over(record, [], 0.0, 3600.0)
+    assert not is_over(record, [member(it) for it in four()], 0.0, 3600.0)
+    done = [indexed(0, 0, "n", phase="Succeeded")]
+    assert is_over(record, [member(it) for it in done], 0.0, 3600.0)
+    record.state = moved(record.state, "0", ["0"], 100.0)
+    assert not is_over(record, [], 200.0, 3600.0)
+    assert is_over(record, [], 100.0 + 3601.0, 3600.0)
+
+
+def test_record_survives_being_written_down() -> None:
+    record = look(look(Record("default", "train"), four()), four()[1:], 5.0)
+    record.plain, record.marked, record.making = {"a": manifest(pod("a"))}, {"node-1": 3.0}, ["a"]
+    assert Record.from_text(record.as_text()) == record
+    with pytest.raises(ValueError):
+        Record.from_text("{}")
+
+
+# -- where it may go --------------------------------------------------------------------------------------------------
+
+
+def moved_pod(thing: dict[str, Any], rack_label: str = "scheduling/rack-id") -> dict[str, Any]:
+    return elsewhere(manifest(thing), JOB, "train", "0", rack_label)
+
+
+def test_plain_pod_goes_together_with_its_group_and_away_from_its_rack() -> None:
+    made = moved_pod(pod("w0", group=0, rack="rack-0", node="node-0"))
+    assert "nodeName" not in made["spec"]
+    assert "uid" not in made["metadata"]
+    assert "scheduling/rack-id" not in made["metadata"]["labels"]
+    assert made["metadata"]["labels"]["scheduling/rack-group"] == "0"
+    (together,) = made["spec"]["affinity"]["podAffinity"][HARD]
+    assert together["topologyKey"] == "scheduling/rack-id"
+    assert together["labelSelector"]["matchLabels"].items() <= made["metadata"]["labels"].items()
+    assert avoids(made, "train")
+    assert not avoids(made, "another")
+
+
+def test_what_a_pod_required_stays_required_but_for_its_old_rack() -> None:
+    thing = pod("w0", group=0, rack="rack-0", node="node-0")
+    zone = {"key": "zone", "operator": "In", "values": ["z1"]}
+    pin = {"key": "scheduling/rack-id", "operator": "In", "values": ["rack-0"]}
+    thing["spec"]["affinity"] = {"nodeAffinity": {HARD: {"nodeSelectorTerms": [{"matchExpressions": [zone, pin]}]}}}
+    thing["spec"]["nodeSelector"] = {"gpu": "h100", "scheduling/rack-id": "rack-0"}
+    made = moved_pod(thing)
+    (term,) = made["spec"]["affinity"]["nodeAffinity"][HARD]["nodeSelectorTerms"]
+    assert zone in term["matchExpressions"]
+    assert pin not in term["matchExpressions"]
+    assert made["spec"]["nodeSelector"] == {"gpu": "h100"}
+
+
+def test_moving_twice_adds_nothing_twice() -> None:
+    once = moved_pod(pod("w0", group=0, rack="rack-0", node="node-0"))
+    assert moved_pod(once) == once
+
+
+def test_without_racks_on_the_nodes_a_group_only_stays_away_from_its_old_nodes() -> None:
+    made = moved_pod(pod("w0", group=0, node="node-0"), rack_label="")
+    assert "podAffinity" not in made["spec"]["affinity"]
+    assert avoids(made, "train")
+
+
+def test_template_avoids_a_rack_only_if_all_its_alternatives_do() -> None:
+    away = {"matchExpressions": [{"key": "avoid.resilience.dev/train", "operator": "DoesNotExist"}]}
+    thing = pod("w0")
+    for terms, good in (([], False), ([away], True), ([away, {"matchExpressions": []}], False)):
+        thing["spec"]["affinity"] = {"nodeAffinity": {HARD: {"nodeSelectorTerms": terms}}}
+        assert avoids(thing, "train") is good
