@@ -90,8 +90,8 @@ class JobValues:
         for name in ("name", "image", "script"):
             if not getattr(self, name):
                 raise ValuesError(f"{name} is missing: {documentation()[name]}.")
-        self._check_names()
         self._check_numbers()
+        self._check_names()
 
     def _check_names(self) -> None:
         last = f"{self.name}-{self.nodes - 1}"

@@ -60,7 +60,12 @@ def job(
     """Return a job of a kind that asks for a group."""
     policy = {key: value for key, value in (("queue", queue), ("priority", priority)) if value is not None}
     spec = {"scheduler": {"t9kScheduler": policy}, **SPECS[kind][0]}
-    return {"apiVersion": KINDS[kind].api_version, "kind": kind, "metadata": {"name": name}, "spec": copy.deepcopy(spec)}
+    return {
+        "apiVersion": KINDS[kind].api_version,
+        "kind": kind,
+        "metadata": {"name": name},
+        "spec": copy.deepcopy(spec),
+    }
 
 
 def definitions() -> list[dict[str, Any]]:
