@@ -1,7 +1,7 @@
 """What a pod of a training job is in it: which seat it holds, in which group, and whether it has a node. Pure: pods in, words out.
 
 A seat outlives the pods that hold it. A pod that waits for a node has no labels from the scheduler yet: its seat says which group
-it is of. Jobs without indices have pods that can't be told apart: each holds a seat by its name, and whichever comes next takes over.
+it is of. Jobs without indices have pods that can't be told apart: each holds a seat by its name, and whichever is next takes over.
 
 Rule: a seat is filled while a pod of it has a node and has not ended. What happens on the node then is the launcher's business.
 """

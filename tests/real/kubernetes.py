@@ -100,7 +100,6 @@ class ApiServer:
             "--endpoint-reconciler-type=none",
             # There is no controller that would make the default account's token, and a pod without one is refused.
             "--disable-admission-plugins=ServiceAccount",
-            "--watch-cache=true",
         )
         wait_for(self._ready, f"the API server to be ready (see {self.folder})", START_S)
         return self
@@ -137,6 +136,11 @@ class ApiServer:
         """End one of the programs beside the API server."""
         self._end(name, signal.SIGKILL)
 
+    @property
+    def pid(self) -> int:
+        """The API server's."""
+        return self._running["kube-apiserver"].pid
+
     def _without_ports(self) -> list[str]:
         return ["--port=0", "--secure-port=0", f"--cert-dir={self.folder / 'certs'}"]
 
@@ -164,23 +168,27 @@ class ApiServer:
             if process.poll() is not None:
                 tail = (self.folder / f"{name}.log").read_text(errors="replace")[-3000:]
                 raise AssertionError(f"{name} ended with {process.returncode}:\n{tail}")
-        request = urllib.request.Request(f"{self.url}/readyz", headers={"Authorization": f"Bearer {self.token}"})
         try:
-            with urllib.request.urlopen(request, timeout=5, context=_unverified()) as answer:
+            with self._ask("/readyz") as answer:
                 return bool(answer.read() == b"ok")
         except (urllib.error.URLError, OSError):
             return False
 
     # -- its users --------------------------------------------------------------------------------------------------
 
-    def kubeconfig(self, path: Path, user: str | None = None) -> Path:
-        """Write a kubeconfig that leads here, as the admin or as somebody else; return its path."""
-        person: dict[str, Any] = {"token": self.token, **({"as": user} if user else {})}
+    @property
+    def authority(self) -> Path:
+        """Return the certificates by which it is known; it makes them when it starts for the first time."""
+        return self.folder / "certs" / "apiserver.crt"
+
+    def kubeconfig(self, path: Path, token: str = "", url: str = "") -> Path:
+        """Write a kubeconfig that leads here, as the admin or with another token, perhaps by way of another address."""
+        cluster = {"server": url or self.url, "certificate-authority": str(self.authority)}
         document = {
             "apiVersion": "v1",
             "kind": "Config",
-            "clusters": [{"name": "test", "cluster": {"server": self.url, "insecure-skip-tls-verify": True}}],
-            "users": [{"name": "test", "user": person}],
+            "clusters": [{"name": "test", "cluster": cluster}],
+            "users": [{"name": "test", "user": {"token": token or self.token}}],
             "contexts": [{"name": "test", "context": {"cluster": "test", "user": "test"}}],
             "current-context": "test",
         }
@@ -188,13 +196,26 @@ class ApiServer:
         path.chmod(0o600)
         return path
 
-    def client(self, user: str | None = None) -> ApiClient:
+    def account_token(self, namespace: str, name: str) -> str:
+        """Return a token of a service account, as a pod of it would have."""
+        body = json.dumps({"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest", "spec": {}}).encode()
+        path = f"/api/v1/namespaces/{namespace}/serviceaccounts/{name}/token"
+        with self._ask(path, body) as answer:
+            return str(json.loads(answer.read())["status"]["token"])
+
+    def _ask(self, path: str, body: bytes | None = None) -> Any:
+        headers = {"Authorization": f"Bearer {self.token}", "Content-Type": "application/json"}
+        request = urllib.request.Request(f"{self.url}{path}", headers=headers, data=body)
+        context = ssl.create_default_context(cafile=str(self.authority))
+        return urllib.request.urlopen(request, timeout=10, context=context)
+
+    def client(self, user: str | None = None, url: str = "") -> ApiClient:
         """Return a client of the official kind; ``user`` is impersonated (``system:serviceaccount:NAMESPACE:NAME``)."""
         from kubernetes.client import ApiClient, Configuration
 
         configuration = Configuration()
-        configuration.host = self.url
-        configuration.verify_ssl = False
+        configuration.host = url or self.url
+        configuration.ssl_ca_cert = str(self.authority)
         configuration.api_key = {"authorization": f"Bearer {self.token}"}
         made = ApiClient(configuration)
         for name, value in impersonation(user).items():
@@ -211,13 +232,6 @@ def impersonation(user: str | None) -> dict[str, str]:
     if user.startswith("system:serviceaccount:"):
         headers["Impersonate-Group"] = "system:serviceaccounts"
     return headers
-
-
-def _unverified() -> ssl.SSLContext:
-    context = ssl.create_default_context()
-    context.check_hostname = False
-    context.verify_mode = ssl.CERT_NONE
-    return context
 
 
 def free_ports(number: int) -> list[int]:

@@ -1,0 +1,37 @@
+"""A real API server where one is here; else these tests say what they leave out."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+
+import pytest
+from resilience.integrations.kubernetes.api import Api
+
+from tests.integrations.kubernetes.cluster import Cluster, Forwarder
+from tests.real.conftest import api_server
+from tests.real.kubernetes import ApiServer
+
+__all__ = ["api_server"]
+
+
+@pytest.fixture
+def cluster(api_server: ApiServer) -> Iterator[Cluster]:
+    """A namespace and nodes of the test's own."""
+    made = Cluster(api_server, f"t{uuid.uuid4().hex[:8]}")
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def forwarder(api_server: ApiServer) -> Iterator[Forwarder]:
+    """A way to the API server that can be cut."""
+    made = Forwarder(int(api_server.url.rpartition(":")[2]))
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def api(api_server: ApiServer) -> Api:
+    """The API server, as the admin sees it."""
+    return Api(api_server.client())

@@ -1,0 +1,219 @@
+"""The controller as a process, with the shipped account and roles, against a real API server."""
+
+from __future__ import annotations
+
+import copy
+import signal
+import threading
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from resilience.integrations.kubernetes import controller, health
+from resilience.integrations.kubernetes.api import Api, Conflict
+from resilience.integrations.kubernetes.election import LEASES, Election
+from resilience.integrations.kubernetes.manifests import main as print_manifests
+from resilience.integrations.kubernetes.manifests import manifests
+from resilience.integrations.kubernetes.parts import NODES, Kind
+
+from tests.integrations.kubernetes.cluster import Cluster
+from tests.integrations.kubernetes.pods import ended
+from tests.integrations.kubernetes.test_faulty_nodes import await_mark, is_marked
+from tests.jobs import wait_for
+
+ACCOUNT = "resilience-controller"
+PLURALS = {
+    "Namespace": Kind("", "v1", "namespaces", namespaced=False),
+    "ServiceAccount": Kind("", "v1", "serviceaccounts"),
+    "ClusterRole": Kind("rbac.authorization.k8s.io", "v1", "clusterroles", namespaced=False),
+    "ClusterRoleBinding": Kind("rbac.authorization.k8s.io", "v1", "clusterrolebindings", namespaced=False),
+    "Role": Kind("rbac.authorization.k8s.io", "v1", "roles"),
+    "RoleBinding": Kind("rbac.authorization.k8s.io", "v1", "rolebindings"),
+    "Deployment": Kind("apps", "v1", "deployments"),
+}
+
+
+def install(cluster: Cluster, without: tuple[str, str] | None = None) -> str:
+    """Apply the shipped manifests to the test's namespace, perhaps without one permission; return the account's token."""
+    for document in manifests(cluster.name):
+        made = copy.deepcopy(document)
+        if made["kind"] in ("ClusterRole", "ClusterRoleBinding"):  # other tests have theirs at the same time
+            made["metadata"]["name"] += f"-{cluster.name}"
+            if "roleRef" in made:
+                made["roleRef"]["name"] += f"-{cluster.name}"
+        for rule in made.get("rules", ()):
+            if without is not None and without[1] in rule["resources"]:
+                rule["verbs"] = [verb for verb in rule["verbs"] if verb != without[0]]
+        made["rules"] = [rule for rule in made["rules"] if rule["verbs"]] if "rules" in made else None
+        made = {key: value for key, value in made.items() if value is not None}
+        try:
+            cluster.api.create(PLURALS[made["kind"]], made, cluster.name)
+        except Conflict:
+            assert made["kind"] == "Namespace"
+    return cluster.server.account_token(cluster.name, ACCOUNT)
+
+
+def test_shipped_role_suffices_for_everything_the_controller_does(cluster: Cluster, tmp_path: Path) -> None:
+    token = install(cluster)
+    config = cluster.server.kubeconfig(tmp_path / "config", token)
+    nodes = [cluster.node(name, rack="r") for name in ("a", "b", "c")]
+    running = cluster.controller(tmp_path / "c", "--group-threshold=1", kubeconfig=config)
+    for number, node in enumerate(nodes[:2]):
+        cluster.pod(f"w{number}", group=0, rack=f"{cluster.name}-r", node=node)
+    cluster.pod("x", node=nodes[2])
+    cluster.say("x", ended(14))
+    await_mark(cluster, nodes[2])
+    wait_for(
+        lambda: "waits" not in running.log() and state_of(cluster), f"the members to be known\n{running.log()}", 60
+    )
+    cluster.say("w1", ended(1))
+
+    def moved() -> bool:
+        cluster.let_go()
+        return {"w0", "w1"} <= {
+            name for name, it in cluster.pods().items() if "resilience.dev/group" in it["metadata"]["labels"]
+        }
+
+    wait_for(moved, "the group to be made again", 60)
+    assert "missing permission" not in running.log(), running.log()
+    assert "ERROR" not in running.log(), running.log()
+
+
+def state_of(cluster: Cluster) -> list[dict[str, Any]]:
+    return cluster.api.list_all(Kind("", "v1", "configmaps", "resilience.dev/state=groups"), cluster.name)[0]
+
+
+@pytest.mark.parametrize("without", [("patch", "nodes"), ("watch", "pods"), ("update", "leases")], ids=str)
+def test_permission_that_is_missing_is_named_in_the_controllers_log(
+    cluster: Cluster, tmp_path: Path, without: tuple[str, str]
+) -> None:
+    config = cluster.server.kubeconfig(tmp_path / "config", install(cluster, without))
+    node = cluster.node("a")
+    cluster.pod("x", node=node)
+    cluster.say("x", ended(14))
+    running = cluster.controller(tmp_path / "c", kubeconfig=config)
+    wanted = f'missing permission: verb "{without[0]}", resource "{without[1]}"'
+    wait_for(lambda: wanted in running.log(), f"{wanted} in the log:\n{running.log()}", 60)
+
+
+def test_second_replica_waits_and_takes_over_when_the_first_is_told_to_end_or_killed(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    nodes = [cluster.node(name) for name in ("a", "b", "c")]
+    running = [cluster.controller(tmp_path / "0", "--lease-seconds=3")]
+    wait_for(lambda: "leads" in running[0].log(), "the first to lead", 60)
+    running += [cluster.controller(tmp_path / name, "--lease-seconds=3") for name in ("1",)]
+    wait_for(lambda: "waiting to lead" in running[1].log(), "the second to wait", 60)
+
+    def fails(number: int) -> None:
+        cluster.pod(f"p{number}", node=nodes[number])
+        cluster.say(f"p{number}", ended(14))
+        await_mark(cluster, nodes[number])
+
+    fails(0)
+    assert "out of scheduling" in running[0].log()
+    running[0].process.send_signal(signal.SIGTERM)
+    assert running[0].process.wait(20) == 0
+    fails(1)
+    assert "leads" in running[1].log()
+    assert "out of scheduling" in running[1].log()
+    running.append(cluster.controller(tmp_path / "2", "--lease-seconds=3"))
+    running[1].kill()
+    fails(2)
+    assert "out of scheduling" in running[2].log()
+
+
+def test_failure_that_happened_while_no_controller_ran_is_found_by_listing(cluster: Cluster, tmp_path: Path) -> None:
+    node = cluster.node("a")
+    cluster.pod("p", node=node)
+    cluster.say("p", ended(14))
+    assert not is_marked(cluster.get_node(node))
+    cluster.controller(tmp_path, "--no-leader-election")
+    await_mark(cluster, node)
+
+
+def test_replica_that_lost_its_lease_stops_acting(cluster: Cluster) -> None:
+    ours, theirs = (Election(cluster.api, cluster.name, "lease", me, lease_s=60.0) for me in ("a", "b"))
+    assert ours.try_once()
+    assert not theirs.try_once()
+    lease = cluster.api.get(LEASES, "lease", cluster.name)
+    lease["spec"]["holderIdentity"] = "b"
+    cluster.api.replace(LEASES, lease, cluster.name)
+    assert not ours.try_once()
+    assert theirs.try_once()
+    theirs.release()
+    assert cluster.api.get(LEASES, "lease", cluster.name)["spec"]["holderIdentity"] == ""
+    assert ours.try_once()
+
+
+def test_controller_that_cant_renew_ends_so_that_no_two_act(cluster: Cluster, forwarder: Any) -> None:
+    api = Api(cluster.server.client(url=forwarder.url), timeout_s=1.0)
+    loop = controller.Controller(api, [], cluster.name, Election(api, cluster.name, "lease", "me", lease_s=2.0))
+    ended_with: list[int] = []
+    thread = threading.Thread(target=lambda: ended_with.append(loop.run(threading.Event())))
+    thread.start()
+    wait_for(lambda: cluster.api.list_all(LEASES, cluster.name)[0], "the lease", 30)
+    forwarder.cut()
+    thread.join(60)
+    assert ended_with == [controller.LOST_LEASE]
+
+
+# -- what needs no server ---------------------------------------------------------------------------------------------
+
+
+def test_health_is_served_on_loopback_and_says_when_the_loop_stands_still() -> None:
+    well = [True]
+    with health.serving("0", lambda: well[0]) as port:
+        url = f"http://127.0.0.1:{port}/healthz"
+        with urllib.request.urlopen(url, timeout=10) as answer:
+            assert answer.read() == b"ok\n"
+        well[0] = False
+        with pytest.raises(urllib.error.HTTPError) as caught:
+            urllib.request.urlopen(url, timeout=10)
+        assert caught.value.code == 503
+        caught.value.close()
+    with pytest.raises(Exception, match="not a port"), health.serving("host:x", lambda: True):
+        pass
+
+
+def test_part_that_is_misspelt_is_named_with_the_nearest(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    pytest.importorskip("kubernetes")
+    config = tmp_path / "config"
+    cluster = {"name": "c", "cluster": {"server": "https://127.0.0.1:1"}}
+    context = {"name": "c", "context": {"cluster": "c", "user": "u"}}
+    config.write_text(
+        yaml.safe_dump(
+            {"clusters": [cluster], "users": [{"name": "u", "user": {}}], "contexts": [context], "current-context": "c"}
+        )
+    )
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    try:
+        assert controller.main([f"--kubeconfig={config}", "--parts=faulty-node"]) == 2
+    finally:
+        for number, handler in zip((signal.SIGTERM, signal.SIGINT), before, strict=True):
+            signal.signal(number, handler)
+    assert "Did you mean 'faulty-nodes'?" in capsys.readouterr().err
+
+
+def test_manifests_are_printed_for_a_namespace_and_an_image(capsys: pytest.CaptureFixture[str]) -> None:
+    assert print_manifests(["--namespace=ml", "--image=registry/x:1", "--arg=--group-threshold=60"]) == 0
+    documents = list(yaml.safe_load_all(capsys.readouterr().out))
+    assert {it["metadata"].get("namespace", "ml") for it in documents} == {"ml"}
+    (deployment,) = [it for it in documents if it["kind"] == "Deployment"]
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    assert container["image"] == "registry/x:1"
+    assert container["args"][-1] == "--group-threshold=60"
+    bound = [subject["namespace"] for it in documents for subject in it.get("subjects", ())]
+    assert bound == ["ml", "ml"]
+
+
+def test_training_pods_get_no_right_to_change_nodes() -> None:
+    roles = [it for it in manifests() if it["kind"] in ("Role", "ClusterRole")]
+    assert [it["metadata"]["name"] for it in roles] == [ACCOUNT, ACCOUNT]
+    for role in roles:
+        assert "*" not in str(role["rules"])
+        assert "secrets" not in str(role["rules"])
+    assert NODES.plural not in str([it["rules"] for it in roles if it["kind"] == "Role"])

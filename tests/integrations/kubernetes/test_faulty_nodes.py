@@ -1,0 +1,225 @@
+"""Faulty nodes on a real API server: marked once, with the reason, whatever fails in between, and given back by people."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from resilience.integrations.kubernetes import nodes
+from resilience.integrations.kubernetes.api import Api, KubernetesError
+from resilience.integrations.kubernetes.controller import Controller
+from resilience.integrations.kubernetes.faulty import FaultyNodes, KubernetesErrorMonitor, uncordon
+from resilience.integrations.kubernetes.parts import ADDED, NODES, PODS, Kind
+
+from resilience.failover.error_monitor import NodeFault
+from tests.integrations.kubernetes.cluster import Cluster, Forwarder
+from tests.integrations.kubernetes.pods import ended
+from tests.jobs import wait_for
+
+SELECTOR = "resilience.dev/job"
+TAINT = "resilience.dev/faulty"
+
+
+@contextmanager
+def controlled(cluster: Cluster, api: Api | None = None) -> Iterator[None]:
+    """Have a controller run in this process."""
+    stop = threading.Event()
+    made = Controller(api or cluster.api, [FaultyNodes(api or cluster.api, SELECTOR)], cluster.name)
+    thread = threading.Thread(target=made.run, args=(stop,))
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join(30)
+        assert not thread.is_alive()
+
+
+def is_marked(node: dict[str, Any]) -> bool:
+    return bool(node["spec"].get("unschedulable")) and TAINT in [it["key"] for it in node["spec"].get("taints") or ()]
+
+
+def await_mark(cluster: Cluster, node: str) -> dict[str, Any]:
+    wait_for(lambda: is_marked(cluster.get_node(node)), f"{node} to be marked", 60)
+    return cluster.get_node(node)
+
+
+def look_at(cluster: Cluster, part: FaultyNodes) -> None:
+    """Tell a part of every pod, as a controller does that starts anew."""
+    (kind,) = part.kinds()
+    for thing in cluster.api.list_all(kind, cluster.name)[0]:
+        part.changed(kind, ADDED, thing)
+
+
+def test_node_whose_worker_ends_with_a_code_of_the_hardware_is_cordoned_tainted_annotated_and_told_of(
+    cluster: Cluster,
+) -> None:
+    node, other = cluster.node("a", taints=[{"key": "gpu", "value": "yes", "effect": "NoSchedule"}]), cluster.node("b")
+    cluster.pod("p", node=node)
+    cluster.pod("q", node=other)
+    with controlled(cluster):
+        cluster.say("p", ended(14))
+        found = await_mark(cluster, node)
+        assert {(it["key"], it.get("value")) for it in found["spec"]["taints"]} == {
+            ("gpu", "yes"),
+            (TAINT, "InfoROMCorrupted"),
+        }
+        notes = found["metadata"]["annotations"]
+        assert notes["resilience.dev/faulty-reason"] == "InfoROMCorrupted"
+        assert "infoROM corrupted" in notes["resilience.dev/faulty-message"]
+        assert notes["resilience.dev/faulty-pod"] == f"{cluster.name}/p"
+        assert notes["resilience.dev/faulty-at"] == "2030-01-01T00:00:00Z"
+        told = wait_for(
+            lambda: [it for it in cluster.events("default") if it["involvedObject"]["name"] == node], "the Event", 30
+        )
+        assert [it["reason"] for it in told] == ["NodeFaulty"]
+    assert not is_marked(cluster.get_node(other))
+
+
+def test_pod_gets_only_its_own_node_marked_whatever_its_message_claims(cluster: Cluster) -> None:
+    own, other = cluster.node("own"), cluster.node("other")
+    cluster.pod("p", node=own)
+    cluster.say(
+        "p", ended(80, NodeFault(other, "NodeCheckFailed", "all-gather with n3 timed out", run="run-7").as_message())
+    )
+    look_at(cluster, FaultyNodes(cluster.api, SELECTOR))
+    found = cluster.get_node(own)
+    assert is_marked(found)
+    assert found["metadata"]["annotations"]["resilience.dev/faulty-run"] == "run-7"
+    assert not is_marked(cluster.get_node(other))
+
+
+def test_pods_without_the_label_are_not_heard(cluster: Cluster) -> None:
+    node = cluster.node("a")
+    cluster.pod("p", node=node)
+    cluster.api.patch(PODS, "p", {"metadata": {"labels": {SELECTOR: None}}}, cluster.name)
+    cluster.say("p", ended(14))
+    look_at(cluster, FaultyNodes(cluster.api, SELECTOR))
+    assert not is_marked(cluster.get_node(node))
+
+
+def test_marking_is_done_once_however_often_and_by_whomever_it_is_told(cluster: Cluster) -> None:
+    node = cluster.node("a")
+    cluster.pod("p", node=node)
+    cluster.say("p", ended(201))
+    part = FaultyNodes(cluster.api, SELECTOR)
+    look_at(cluster, part)
+    version = cluster.get_node(node)["metadata"]["resourceVersion"]
+    look_at(cluster, part)
+    look_at(cluster, FaultyNodes(cluster.api, SELECTOR))
+    assert cluster.get_node(node)["metadata"]["resourceVersion"] == version
+
+
+def test_operator_who_puts_a_node_back_is_not_overruled_by_the_same_failure_but_by_a_new_one(
+    cluster: Cluster, tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    node = cluster.node("a", taints=[{"key": "gpu", "effect": "NoSchedule"}])
+    cluster.pod("p", node=node)
+    cluster.say("p", ended(202))
+    look_at(cluster, FaultyNodes(cluster.api, SELECTOR))
+    config = cluster.server.kubeconfig(tmp_path_factory.mktemp("kube") / "config")
+    assert uncordon([node, f"--kubeconfig={config}"]) == 0
+    assert "in service again" in capsys.readouterr().out
+    back = cluster.get_node(node)
+    assert not is_marked(back)
+    assert [it["key"] for it in back["spec"]["taints"]] == ["gpu"]
+    look_at(cluster, FaultyNodes(cluster.api, SELECTOR))  # a controller that was started anew
+    assert not is_marked(cluster.get_node(node))
+    cluster.pod("q", node=node)
+    cluster.say("q", ended(202))
+    look_at(cluster, FaultyNodes(cluster.api, SELECTOR))
+    assert is_marked(cluster.get_node(node))
+
+
+def test_plain_kubectl_uncordon_is_respected_too(cluster: Cluster) -> None:
+    node = cluster.node("a")
+    cluster.pod("p", node=node)
+    cluster.say("p", ended(14))
+    look_at(cluster, FaultyNodes(cluster.api, SELECTOR))
+    cluster.api.patch(NODES, node, {"spec": {"unschedulable": False}})
+    look_at(cluster, FaultyNodes(cluster.api, SELECTOR))
+    assert not cluster.get_node(node)["spec"].get("unschedulable")
+
+
+def test_failure_of_before_the_node_was_registered_is_of_another_machine(cluster: Cluster) -> None:
+    node = cluster.node("a")
+    cluster.pod("p", node=node)
+    cluster.say("p", ended(14, at="2001-01-01T00:00:00Z"))
+    look_at(cluster, FaultyNodes(cluster.api, SELECTOR))
+    assert not is_marked(cluster.get_node(node))
+
+
+def test_mark_is_not_lost_while_the_api_server_is_away(
+    cluster: Cluster, forwarder: Forwarder, caplog: pytest.LogCaptureFixture
+) -> None:
+    node = cluster.node("a")
+    cluster.pod("p", node=node)
+    api = Api(cluster.server.client(url=forwarder.url))
+    with controlled(cluster, api):
+        forwarder.cut()
+        cluster.say("p", ended(128))
+        cluster.server.restart()
+        assert not is_marked(cluster.get_node(node))
+        forwarder.mend()
+        await_mark(cluster, node)
+
+
+def test_mark_that_could_not_be_made_is_tried_again_and_logged(
+    cluster: Cluster, forwarder: Forwarder, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The pod is seen, and then the server goes away, before the mark."""
+    node = cluster.node("a")
+    api = Api(cluster.server.client(url=forwarder.url))
+
+    class Late(FaultyNodes):
+        def changed(self, kind: Kind, verb: str, thing: Any) -> None:
+            if not caplog.records and thing.get("status", {}).get("phase") == "Failed":
+                forwarder.cut()
+            super().changed(kind, verb, thing)
+
+    stop = threading.Event()
+    thread = threading.Thread(target=Controller(api, [Late(api, SELECTOR)], cluster.name).run, args=(stop,))
+    thread.start()
+    try:
+        cluster.pod("p", node=node)
+        cluster.say("p", ended(14))
+        wait_for(lambda: "could not deal with pods" in caplog.text, "the failure to be logged", 60)
+        assert not is_marked(cluster.get_node(node))
+        forwarder.mend()
+        await_mark(cluster, node)
+    finally:
+        stop.set()
+        thread.join(30)
+
+
+def test_so_many_nodes_an_hour_and_then_the_brake(cluster: Cluster) -> None:
+    now = 0.0
+    part = FaultyNodes(cluster.api, SELECTOR, per_hour=1, clock=lambda: now)
+    for name in ("a", "b"):
+        cluster.pod(f"p{name}", node=cluster.node(name))
+        cluster.say(f"p{name}", ended(14))
+    with pytest.raises(KubernetesError, match="within an hour"):
+        look_at(cluster, part)
+    now = 3601.0
+    look_at(cluster, part)
+    assert all(is_marked(cluster.get_node(f"{cluster.name}-{name}")) for name in "ab")
+
+
+def test_launcher_with_the_right_to_do_so_marks_by_itself(cluster: Cluster) -> None:
+    node = cluster.node("a")
+    monitor = KubernetesErrorMonitor(Api(cluster.server.client()))
+    fault = NodeFault(node, "DriverError", "a worker ended with exit code 201", code=201, run="r", at=4e9)
+    monitor.mark(fault)
+    version = cluster.get_node(node)["metadata"]["resourceVersion"]
+    monitor.mark(fault)
+    monitor.close()
+    found = cluster.get_node(node)
+    assert is_marked(found)
+    assert found["metadata"]["resourceVersion"] == version
+
+
+def test_node_that_is_gone_has_nothing_to_mark(cluster: Cluster) -> None:
+    assert not nodes.mark(cluster.api, "no-such-node", NodeFault("x", "y", "z"), "id")

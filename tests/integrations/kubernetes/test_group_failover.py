@@ -1,0 +1,299 @@
+"""Groups of real Pod objects fail over: time is passed to the part, the API server is real, the test stands in for the kubelets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from resilience.integrations.kubernetes.api import KubernetesError, NotFound
+from resilience.integrations.kubernetes.controller import Options
+from resilience.integrations.kubernetes.groups import Groups
+from resilience.integrations.kubernetes.parts import ADDED, DELETED, NODES, PODS, Kind, Thing
+from resilience.integrations.kubernetes.placement import avoids
+
+from tests.integrations.kubernetes.cluster import Cluster
+from tests.integrations.kubernetes.pods import JOB, ended, owned_by
+from tests.integrations.kubernetes.test_controller import state_of
+
+HARD = "requiredDuringSchedulingIgnoredDuringExecution"
+AVOID = "avoid.resilience.dev/train"
+AWAY: dict[str, Any] = {
+    "nodeAffinity": {HARD: {"nodeSelectorTerms": [{"matchExpressions": [{"key": AVOID, "operator": "DoesNotExist"}]}]}}
+}
+OWNER = owned_by("Job", "train", "11111111-2222-3333-4444-555555555555")
+
+
+class Hand:
+    """Hands a part what a controller would, and passes the time."""
+
+    def __init__(self, cluster: Cluster, **more: Any) -> None:
+        self.cluster = cluster
+        self.options = Options(namespace=cluster.name, state_namespace=cluster.name, **more)
+        self.part = Groups(cluster.api, self.options)
+        self._known: dict[str, Thing] = {}
+
+    def tick(self, now: float) -> None:
+        (kind,) = self.part.kinds()
+        found = {it["metadata"]["uid"]: it for it in self.cluster.api.list_all(kind, self.cluster.name)[0]}
+        for uid, thing in self._known.items():
+            if uid not in found:
+                self.part.changed(kind, DELETED, thing)
+        for thing in found.values():
+            self.part.changed(kind, ADDED, thing)
+        self._known = found
+        self.part.tick(now)
+
+    def restart(self) -> None:
+        """A controller that starts anew knows what the API server has."""
+        self.part = Groups(self.cluster.api, self.options)
+        self._known = {}
+
+
+def two_groups(cluster: Cluster, *, owned: bool) -> dict[str, str]:
+    """Four pods on four nodes in two racks, and a rack that is free; return each pod's uid."""
+    for number in range(6):
+        cluster.node(str(number), rack=f"r{number // 2}")
+    return {f"w{number}": member(cluster, number, f"w{number}", owned=owned) for number in range(4)}
+
+
+def member(cluster: Cluster, number: int, name: str, *, owned: bool, placed: bool = True) -> str:
+    more: dict[str, Any] = {"owner": OWNER, "index": number} if owned else {}
+    if placed:
+        more |= {"group": number // 2, "rack": f"{cluster.name}-r{number // 2}", "node": f"{cluster.name}-{number}"}
+    return str(cluster.pod(name, **more)["metadata"]["uid"])
+
+
+def avoided(cluster: Cluster) -> set[str]:
+    nodes = [cluster.get_node(f"{cluster.name}-{number}") for number in range(6)]
+    return {it["metadata"]["name"].rpartition("-")[2] for it in nodes if AVOID in it["metadata"]["labels"]}
+
+
+def leaving(cluster: Cluster) -> set[str]:
+    return {name for name, it in cluster.pods().items() if it["metadata"].get("deletionTimestamp")}
+
+
+def bind(cluster: Cluster, name: str, node: str) -> None:
+    body = {
+        "metadata": {"name": name},
+        "target": {"apiVersion": "v1", "kind": "Node", "name": f"{cluster.name}-{node}"},
+    }
+    cluster.api.create(PODS, body, cluster.name, name=name, subresource="binding")
+
+
+def test_replacement_in_time_moves_nobody(cluster: Cluster) -> None:
+    two_groups(cluster, owned=True)
+    hand = Hand(cluster)
+    hand.tick(0.0)
+    cluster.gone("w1")
+    hand.tick(10.0)
+    member(cluster, 1, "w1-b", owned=True, placed=False)
+    hand.tick(200.0)
+    bind(cluster, "w1-b", "4")
+    hand.tick(299.0)
+    hand.tick(9999.0)
+    assert not leaving(cluster)
+    assert not avoided(cluster)
+
+
+def test_group_whose_replacement_waits_300_seconds_is_evicted_together_and_its_rack_avoided(cluster: Cluster) -> None:
+    two_groups(cluster, owned=True)
+    hand = Hand(cluster)
+    hand.tick(0.0)
+    cluster.gone("w1")
+    member(cluster, 1, "w1-b", owned=True, placed=False)
+    hand.tick(10.0)
+    hand.tick(309.0)
+    assert set(cluster.pods()) == {"w0", "w1-b", "w2", "w3"}
+    assert not leaving(cluster)
+    hand.tick(310.0)
+    assert leaving(cluster) == {"w0"}
+    assert set(cluster.pods()) == {"w0", "w2", "w3"}, "what waited had no kubelet to wait for"
+    assert avoided(cluster) == {"0", "1"}
+    told = [it for it in cluster.events() if it["reason"] == "GroupFailover"]
+    assert {it["involvedObject"]["kind"] for it in told} == {"Job", "Pod"}
+    assert "threshold 300 s" in told[0]["message"]
+
+
+def test_group_moves_once_per_incident_and_its_labels_go_when_it_has_its_nodes(cluster: Cluster) -> None:
+    two_groups(cluster, owned=True)
+    hand = Hand(cluster)
+    hand.tick(0.0)
+    cluster.gone("w1")
+    hand.tick(1.0)
+    hand.tick(301.0)
+    cluster.let_go()
+    for number in (0, 1):  # their owner makes them again
+        member(cluster, number, f"w{number}-c", owned=True, placed=False)
+    hand.tick(302.0)
+    hand.tick(3000.0)
+    assert not leaving(cluster)
+    assert avoided(cluster) == {"0", "1"}
+    for number in (0, 1):
+        bind(cluster, f"w{number}-c", str(4 + number))
+    hand.tick(3001.0)
+    assert not avoided(cluster)
+    assert len(state_of(cluster)) == 1
+    hand.tick(9999.0)
+    assert not leaving(cluster)
+
+
+def test_controller_that_starts_anew_in_the_middle_goes_on_with_the_same_clock_and_the_same_count(
+    cluster: Cluster,
+) -> None:
+    two_groups(cluster, owned=True)
+    hand = Hand(cluster, max_group_failovers=1)
+    hand.tick(0.0)
+    cluster.gone("w1")
+    hand.tick(10.0)
+    hand.restart()
+    hand.tick(200.0)
+    hand.restart()
+    hand.tick(310.0)
+    assert leaving(cluster) == {"w0"}
+    hand.restart()
+    cluster.let_go()
+    for number in (0, 1):
+        member(cluster, number, f"w{number}-c", owned=True, placed=False)
+        bind(cluster, f"w{number}-c", str(4 + number))
+    hand.tick(400.0)
+    assert not avoided(cluster)
+    hand.restart()
+    cluster.gone("w3")
+    hand.tick(500.0)
+    hand.tick(800.0)
+    hand.restart()
+    hand.tick(9999.0)
+    assert not leaving(cluster), "one failover was allowed, and has been"
+    assert (
+        len(
+            [
+                it
+                for it in cluster.events()
+                if it["reason"] == "GroupFailoverRefused" and it["involvedObject"]["kind"] == "Job"
+            ]
+        )
+        == 1
+    )
+
+
+def test_plain_pods_are_made_again_with_affinity_to_one_another_and_not_to_the_old_rack(cluster: Cluster) -> None:
+    before = two_groups(cluster, owned=False)
+    hand = Hand(cluster)
+    hand.tick(0.0)
+    cluster.say("w1", ended(76))
+    hand.tick(10.0)
+    hand.tick(310.0)
+    assert leaving(cluster) == {"w0", "w1"}
+    hand.restart()
+    hand.tick(311.0)
+    assert set(cluster.let_go()) == {"w0", "w1"}
+    hand.tick(312.0)
+    pods = cluster.pods()
+    for name in ("w0", "w1"):
+        made = pods[name]
+        assert made["metadata"]["uid"] != before[name]
+        assert avoids(made, "train")
+        (together,) = made["spec"]["affinity"]["podAffinity"][HARD]
+        assert together["topologyKey"] == "scheduling/rack-id"
+        assert "nodeName" not in made["spec"]
+    assert {name: pods[name]["metadata"]["uid"] for name in ("w2", "w3")} == {
+        name: before[name] for name in ("w2", "w3")
+    }
+    hand.tick(313.0)
+    assert cluster.pods().keys() == pods.keys()
+
+
+def test_plain_pod_on_a_node_that_is_gone_is_removed_by_force_after_a_while(cluster: Cluster) -> None:
+    two_groups(cluster, owned=False)
+    hand = Hand(cluster)
+    hand.tick(0.0)
+    dead = f"{cluster.name}-1"
+    sick = {
+        "type": "Ready",
+        "status": "Unknown",
+        "reason": "NodeStatusUnknown",
+        "message": "",
+        "lastHeartbeatTime": None,
+    }
+    cluster.api.patch(NODES, dead, {"status": {"conditions": [sick]}}, subresource="status")
+    cluster.say("w1", ended(1))
+    hand.tick(10.0)
+    hand.tick(310.0)
+    cluster.gone("w0")
+    assert leaving(cluster) == {"w1"}
+    hand.tick(311.0)
+    assert "w1" in cluster.pods()
+    hand.tick(4e9)  # long after it was told to end
+    assert "w1" not in cluster.pods()
+    hand.tick(4e9 + 1)
+    assert {"w0", "w1"} <= set(cluster.pods())
+
+
+def test_group_that_people_took_away_stays_away(cluster: Cluster) -> None:
+    two_groups(cluster, owned=False)
+    hand = Hand(cluster)
+    hand.tick(0.0)
+    for name in ("w0", "w1"):
+        cluster.gone(name)
+    hand.tick(10.0)
+    hand.tick(9999.0)
+    assert set(cluster.pods()) == {"w2", "w3"}
+    for name in ("w2", "w3"):
+        cluster.gone(name)
+    hand.tick(10000.0)
+    assert not state_of(cluster), "a job that is gone is forgotten"
+
+
+def test_disruption_budget_is_heeded(cluster: Cluster) -> None:
+    two_groups(cluster, owned=True)
+    budgets = Kind("policy", "v1beta1", "poddisruptionbudgets")
+    budget = {"metadata": {"name": "b"}, "spec": {"minAvailable": "100%", "selector": {"matchLabels": {JOB: "train"}}}}
+    cluster.api.create(budgets, budget, cluster.name)
+    hand = Hand(cluster)
+    hand.tick(0.0)
+    cluster.gone("w1")
+    hand.tick(10.0)
+    with pytest.raises(KubernetesError, match="disruption budget"):
+        hand.tick(310.0)
+    assert not leaving(cluster)
+    cluster.api.delete(budgets, "b", cluster.name)
+    hand.tick(311.0)
+    assert leaving(cluster) == {"w0"}
+    assert (
+        len(
+            [it for it in cluster.events() if it["reason"] == "GroupFailover" and it["involvedObject"]["kind"] == "Job"]
+        )
+        == 1
+    )
+
+
+def test_taint_keeps_everybody_away_only_where_it_was_asked_for_and_goes_again(cluster: Cluster) -> None:
+    two_groups(cluster, owned=True)
+    hand = Hand(cluster, taint_old_rack=True)
+    hand.tick(0.0)
+    cluster.gone("w1")
+    hand.tick(1.0)
+    hand.tick(301.0)
+    taints = cluster.get_node(f"{cluster.name}-0")["spec"]["taints"]
+    assert [(it["key"], it["value"]) for it in taints] == [("resilience.dev/moved-from", "train")]
+    cluster.let_go()
+    for name in ("w2", "w3"):
+        cluster.gone(name)
+    hand.tick(302.0)
+    hand.tick(302.0 + 3601.0)  # nobody came: the old rack is given back all the same
+    assert not cluster.get_node(f"{cluster.name}-0")["spec"].get("taints")
+    assert not avoided(cluster)
+
+
+def test_template_that_cant_avoid_the_rack_is_said_and_one_that_can_is_not(
+    cluster: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    two_groups(cluster, owned=True)
+    hand = Hand(cluster)
+    hand.tick(0.0)
+    cluster.gone("w1")
+    hand.tick(1.0)
+    hand.tick(301.0)
+    assert "may come back to the same rack" in caplog.text
+    with pytest.raises(NotFound):
+        cluster.api.get(PODS, "w1", cluster.name)
