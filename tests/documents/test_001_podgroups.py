@@ -158,7 +158,7 @@ spec:
 def cluster() -> MemoryCluster:
     """A cluster with the controller's part in it."""
     made = MemoryCluster()
-    made.attach(PodGroups(made))  # type: ignore[arg-type]
+    made.attach(PodGroups(made))
     return made
 
 

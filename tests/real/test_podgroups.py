@@ -119,7 +119,7 @@ def pod_of(job: dict[str, Any], name: str, by: str = "t9k-scheduler") -> dict[st
 
 def found(admin: Api, kind: Kind, name: str, space: str) -> dict[str, Any] | None:
     try:
-        return admin.get(kind, name, space)
+        return dict(admin.get(kind, name, space))
     except NotFound:
         return None
 

@@ -26,10 +26,12 @@ CONTAINER = "train"
 _MARGIN_S = 30  # beyond --ft-stop-grace: ranks are ended, what is complete is written, reports are too
 _MIB = 1 << 20
 
-# What Kubernetes is to make of a launcher's end. Codes that are in no list are counted against backoffLimit.
-FAIL = (exits.FAILED, exits.USAGE, exits.ABORTED, exits.SHUT_DOWN)
-REPLACE = tuple(sorted((*HARDWARE_CODES, exits.NODE_LEFT, exits.PREEMPTED, exits.UNFIT)))
-COUNT = (exits.CUT_OFF,)
+# What Kubernetes is to make of a launcher's end: it fails the Job, replaces the Pod, or replaces it and counts, up to backoffLimit.
+# 128 is counted: "unknown device" to us, but also what a container runtime says of a command that the image does not have. 1 is
+# counted: a launcher that is told to end before its script told anything of itself ends with it too.
+FAIL = (exits.USAGE, exits.ABORTED, exits.SHUT_DOWN)
+COUNT = (exits.FAILED, exits.CUT_OFF, 128)
+REPLACE = tuple(sorted({*HARDWARE_CODES, exits.NODE_LEFT, exits.PREEMPTED, exits.UNFIT} - {*COUNT}))
 
 # $@ are the container's args: nothing of them is read by the shell. The launcher takes the shell's place, and gets its signals.
 _HOST_IS_POD_0 = (

@@ -5,7 +5,7 @@ Rule: everything here may be done twice. What is there and right is left alone; 
 
 from __future__ import annotations
 
-from resilience.integrations.kubernetes.api import Api, Conflict, NotFound
+from resilience.integrations.kubernetes.api import Api, Conflict, KubernetesError, NotFound
 from resilience.integrations.kubernetes.parts import PODS, Thing
 from resilience.integrations.kubernetes.podgroups.group import PodGroup, PodGroupError
 from resilience.integrations.kubernetes.podgroups.members import GIVEN, MADE, MAKER, Warning_, compare, joined
@@ -15,8 +15,8 @@ CREATED, UPDATED, UNCHANGED = "created", "updated", "unchanged"
 _TRIES = 4  # somebody else may create, change or delete it meanwhile, a few times
 
 
-class Later(PodGroupError):  # noqa: N818 - reads as what it is
-    """It can't be done now, and will be possible by itself."""
+class Later(KubernetesError):  # noqa: N818 - reads as what it is
+    """It can't be done now, and the same may work later."""
 
 
 class Refused(PodGroupError):  # noqa: N818
@@ -57,9 +57,9 @@ def ensure(api: Api, group: PodGroup, by: GangScheduler, *, by_hand: bool = Fals
     raise Later(f"PodGroup {group.name!r} was changed by somebody else {_TRIES} times meanwhile.")
 
 
-def _absent(by: GangScheduler, error: Exception) -> PodGroupError:
+def _absent(by: GangScheduler, error: Exception) -> Later:
     hint = " `resilience kubernetes podgroup crd` prints it." if by.name == "t9k" else ""
-    return PodGroupError(
+    return Later(
         f"the cluster has no {by.kind.plural}.{by.kind.group}/{by.kind.version}, or no such namespace ({error}). Nothing was "
         f"created. Install the scheduler's custom resource definition.{hint}"
     )

@@ -20,7 +20,7 @@ from typing import Any
 
 from resilience.integrations.kubernetes.api import Api, Conflict, NotFound
 from resilience.integrations.kubernetes.parts import DELETED, PODS, Kind, Thing
-from resilience.integrations.kubernetes.podgroups.apply import CREATED, UPDATED, Refused, ensure
+from resilience.integrations.kubernetes.podgroups.apply import CREATED, UPDATED, Later, Refused, ensure
 from resilience.integrations.kubernetes.podgroups.group import PodGroupError
 from resilience.integrations.kubernetes.podgroups.jobs import KINDS, Wish, finished, wish
 from resilience.integrations.kubernetes.podgroups.members import Verdict, Warning_, compare, job_of, look, slim
@@ -167,6 +167,9 @@ class PodGroups:
         except Refused as refusal:
             self._tell.warn(job, refusal.warning)
             return False
+        except Later as error:
+            self._tell.warn(job, Warning_("NoPodGroupYet", str(error)))
+            raise
         if done in (CREATED, UPDATED):
             text = f"PodGroup {group.name!r} was {done}: minMember {group.min_member}, queue {group.queue!r}."
             _LOG.info("%s/%s: %s", group.namespace, group.name, text)

@@ -37,6 +37,7 @@ class MemoryCluster:
         self.things: dict[tuple[str, str, str, str], dict[str, Any]] = {}
         self.writes: list[tuple[str, str, str]] = []
         self.part: Any = None
+        self.absent: set[str] = set()  # plurals of kinds that are not installed
         self._count = itertools.count(1)
 
     def key(self, kind: Kind, namespace: str, name: str) -> tuple[str, str, str, str]:
@@ -50,6 +51,8 @@ class MemoryCluster:
 
     def create(self, kind: Kind, thing: Any, namespace: str = "") -> dict[str, Any]:
         key = self.key(kind, namespace, thing["metadata"]["name"])
+        if kind.plural in self.absent:
+            raise NotFound("the server could not find the requested resource", 404)
         if key in self.things:
             raise Conflict(f"{kind.plural} {key[3]} already exists", 409)
         number = next(self._count)

@@ -211,10 +211,15 @@ def what_follows(code: int) -> str:
 
 def test_every_exit_code_of_the_launcher_has_its_consequence() -> None:
     assert what_follows(exits.ABORTED) == what_follows(exits.SHUT_DOWN) == what_follows(exits.USAGE) == "FailJob"
-    assert what_follows(exits.FAILED) == "FailJob"
     assert what_follows(exits.PREEMPTED) == what_follows(exits.NODE_LEFT) == what_follows(exits.UNFIT) == "Ignore"
-    assert {what_follows(code) for code in HARDWARE_CODES} == {"Ignore"}
-    assert what_follows(exits.CUT_OFF) == what_follows(137) == "Count"
+    assert {what_follows(code) for code in HARDWARE_CODES if code != 128} == {"Ignore"}
+    assert what_follows(exits.FAILED) == what_follows(exits.CUT_OFF) == what_follows(137) == "Count"
+
+
+def test_command_that_an_image_does_not_have_does_not_go_on_for_ever() -> None:
+    """A container that can't be started ends with 128, which is also the hardware's."""
+    assert 128 in HARDWARE_CODES
+    assert what_follows(128) == "Count"
 
 
 def test_rules_are_as_the_api_wants_them() -> None:

@@ -28,7 +28,7 @@ QUEUE = "scheduler.tensorstack.dev/queue"
 @pytest.fixture
 def cluster() -> MemoryCluster:
     made = MemoryCluster()
-    made.attach(PodGroups(made))  # type: ignore[arg-type]
+    made.attach(PodGroups(made))
     return made
 
 
@@ -72,7 +72,7 @@ def test_being_told_everything_again_writes_nothing(cluster: MemoryCluster) -> N
     cluster.create(PODS, pod_of(submit(cluster)), NS)
     before = len(cluster.writes)
     cluster.attach(cluster.part)
-    cluster.attach(PodGroups(cluster))  # type: ignore[arg-type] # a controller that was started anew
+    cluster.attach(PodGroups(cluster))  # a controller that was started anew
     assert cluster.writes[before:] == []
 
 
@@ -156,7 +156,7 @@ def test_pod_that_is_moved_to_another_group_is_put_back_and_told_the_way_out(
         cluster.part = None
     cluster.patch(PODS, "w-0", {"metadata": {"labels": {GROUP: "other"}}}, NS)
     if restarted:
-        cluster.attach(PodGroups(cluster))  # type: ignore[arg-type]
+        cluster.attach(PodGroups(cluster))
     assert labels_of(cluster)[GROUP] == "job-sample"
     (event,) = cluster.events("GroupIsFixed")
     assert "delete the Pod and create it again" in event["message"]
@@ -183,6 +183,19 @@ def test_pods_that_wait_for_another_scheduler_are_said_once_for_the_job(cluster:
     assert "put schedulerName: t9k-scheduler into the job's Pod template" in event["message"]
     assert event["involvedObject"]["kind"] == "GenericJob"
     assert labels_of(cluster, "w-2")[GROUP] == "job-sample"
+
+
+def test_cluster_without_the_schedulers_resource_is_told_to_the_job_and_tried_again(cluster: MemoryCluster) -> None:
+    part, cluster.part = cluster.part, None
+    job = submit(cluster)
+    cluster.absent.add("podgroups")
+    for _ in range(2):
+        with pytest.raises(Later, match="resilience kubernetes podgroup crd"):
+            part.changed(KINDS["GenericJob"].kind, "ADDED", job)
+    assert len(cluster.events("NoPodGroupYet")) == 1
+    cluster.absent.clear()
+    part.changed(KINDS["GenericJob"].kind, "ADDED", job)
+    assert cluster.get(T9k.kind, "job-sample", NS)["spec"]["minMember"] == 5
 
 
 @pytest.mark.parametrize("over", [{"status": {"phase": "Failed"}}, {"metadata": {"deletionTimestamp": "now"}}])
@@ -247,9 +260,9 @@ def test_job_that_can_not_be_meant_is_told_so_once_and_mended_later(cluster: Mem
 
 def test_applying_by_hand_creates_changes_and_leaves_alone(cluster: MemoryCluster) -> None:
     by = scheduler("t9k")
-    assert ensure(cluster, PodGroup("dance", 2, namespace=NS), by, by_hand=True)[0] == CREATED  # type: ignore[arg-type]
-    assert ensure(cluster, PodGroup("dance", 2, namespace=NS), by, by_hand=True)[0] == UNCHANGED  # type: ignore[arg-type]
-    assert ensure(cluster, PodGroup("dance", 3, namespace=NS), by, by_hand=True)[0] == UPDATED  # type: ignore[arg-type]
+    assert ensure(cluster, PodGroup("dance", 2, namespace=NS), by, by_hand=True)[0] == CREATED
+    assert ensure(cluster, PodGroup("dance", 2, namespace=NS), by, by_hand=True)[0] == UNCHANGED
+    assert ensure(cluster, PodGroup("dance", 3, namespace=NS), by, by_hand=True)[0] == UPDATED
     assert cluster.get(by.kind, "dance", NS)["spec"]["minMember"] == 3
 
 
@@ -257,9 +270,9 @@ def test_joining_by_hand_labels_a_pod_that_waits_and_refuses_what_can_not_be_cha
     by, dance, other = scheduler("t9k"), PodGroup("dance", 2, namespace=NS), PodGroup("other", 2, namespace=NS)
     cluster.create(PODS, {"metadata": {"name": "p"}, "spec": {"schedulerName": "t9k-scheduler"}}, NS)
     cluster.create(PODS, {"metadata": {"name": "q"}, "spec": {"schedulerName": "default-scheduler"}}, NS)
-    assert join(cluster, dance, by, "p") == UPDATED  # type: ignore[arg-type]
-    assert join(cluster, dance, by, "p") == UNCHANGED  # type: ignore[arg-type]
+    assert join(cluster, dance, by, "p") == UPDATED
+    assert join(cluster, dance, by, "p") == UNCHANGED
     with pytest.raises(GroupIsFixed, match=r"belongs to PodGroup 'dance'.*delete the Pod and create it again"):
-        join(cluster, other, by, "p")  # type: ignore[arg-type]
+        join(cluster, other, by, "p")
     with pytest.raises(PodGroupError, match="a Pod's scheduler can't be changed: nothing was labelled"):
-        join(cluster, dance, by, "q")  # type: ignore[arg-type]
+        join(cluster, dance, by, "q")
