@@ -1,6 +1,6 @@
 """A cluster in memory, for tests of what is decided: objects by kind, namespace and name, with the API server's refusals.
 
-What a real API server makes of it is tested in ``tests/real/test_podgroups.py``.
+What a real API server makes of it is tested in ``test_podgroups_cluster.py``.
 """
 
 from __future__ import annotations

@@ -237,18 +237,6 @@ def test_pods_scheduler_can_not_be_changed_and_that_is_told(admin: Api, space: s
     wait_for(lambda: "WrongScheduler" in reasons(admin, space), "the Event", 30)
 
 
-def test_group_goes_with_its_job(api_server: ApiServer, admin: Api, space: str, controller: None) -> None:
-    """The real garbage collector acts on the references."""
-    submit(admin, space, "BeamJob")
-    group_of(admin, space)
-    admin.delete(KINDS["BeamJob"].kind, "job-sample", space)
-    api_server.start_controllers("garbagecollector")
-    try:
-        wait_for(lambda: found(admin, T9k.kind, "job-sample", space) is None, "the group to be collected", 120)
-    finally:
-        api_server.end("kube-controller-manager")
-
-
 # -- a job to start from ----------------------------------------------------------------------------------------------
 
 
