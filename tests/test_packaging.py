@@ -41,6 +41,13 @@ def test_the_wheel_holds_every_module_and_the_type_marker(wheel: Path) -> None:
     assert not [name for name in names if name.split("/")[0] not in ("resilience",) and ".dist-info" not in name]
 
 
+def test_the_wheel_names_the_commands_of_adapters(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as content:
+        (name,) = [name for name in content.namelist() if name.endswith("entry_points.txt")]
+        told = content.read(name).decode()
+    assert "[resilience.commands]\nkubernetes = resilience.integrations.kubernetes.cli:main" in told
+
+
 def test_the_wheel_works_in_a_fresh_environment(wheel: Path, tmp_path: Path) -> None:
     """torch and the rest are lent from this environment by a path file; the package itself comes from the wheel."""
     env = tmp_path / "env"

@@ -8,7 +8,7 @@ from __future__ import annotations
 from resilience.integrations.kubernetes.api import Api, Conflict, KubernetesError, NotFound
 from resilience.integrations.kubernetes.parts import PODS, Thing
 from resilience.integrations.kubernetes.podgroups.group import PodGroup, PodGroupError
-from resilience.integrations.kubernetes.podgroups.members import GIVEN, MADE, MAKER, Warning_, compare, joined
+from resilience.integrations.kubernetes.podgroups.members import GIVEN, MADE, MAKER, Complaint, compare, joined
 from resilience.integrations.kubernetes.podgroups.schedulers import GangScheduler
 
 CREATED, UPDATED, UNCHANGED = "created", "updated", "unchanged"
@@ -22,7 +22,7 @@ class Later(KubernetesError):  # noqa: N818 - reads as what it is
 class Refused(PodGroupError):  # noqa: N818
     """It was left alone. ``warning`` says why."""
 
-    def __init__(self, warning: Warning_) -> None:
+    def __init__(self, warning: Complaint) -> None:
         self.warning = warning
         super().__init__(warning.text)
 

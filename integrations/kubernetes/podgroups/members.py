@@ -13,19 +13,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from resilience.integrations.kubernetes.parts import Thing
-from resilience.integrations.kubernetes.podgroups.group import GroupIsFixed, PodGroup
+from resilience.integrations.kubernetes.podgroups.group import DEFAULT_QUEUE, GroupIsFixed, PodGroup
 from resilience.integrations.kubernetes.podgroups.jobs import KINDS, T9K_GROUP, Wish
-from resilience.integrations.kubernetes.podgroups.schedulers import GangScheduler, Marks
+from resilience.integrations.kubernetes.podgroups.schedulers import GangScheduler, Marks, Volcano
 
 GIVEN = "resilience.dev/pod-group"  # annotation of a Pod: the group that it was given
 MADE = "resilience.dev/made-by"  # annotation of a group: this controller keeps it as the job says
 MAKER = "podgroups"
+_NOTES = (GIVEN, Volcano.group_annotation, Volcano.task_annotation)  # all that is kept of a Pod's annotations
 _COMPONENT = "tensorstack.dev/component"
 _SET_NAME, _SET_JOB = "jobset.sigs.k8s.io/jobset-name", "jobset.sigs.k8s.io/replicatedjob-name"
 
 
 @dataclass(frozen=True)
-class Warning_:  # noqa: N801 - Python has a Warning
+class Complaint:
     """Something to tell: one word, and a sentence with the way out."""
 
     reason: str
@@ -37,7 +38,7 @@ class Finding:
     """What to change (a merge patch), and what to tell."""
 
     patch: Mapping[str, Any] | None = None
-    warning: Warning_ | None = None
+    warning: Complaint | None = None
 
 
 def look(pod: Thing, wanted: Wish) -> Finding:
@@ -53,17 +54,17 @@ def look(pod: Thing, wanted: Wish) -> Finding:
         text = (
             str(error) if error else f"the label that says that Pod {name} belongs to PodGroup {given!r} was removed."
         )
-        return Finding(_patch(pod, group, by), Warning_("GroupIsFixed", f"{text} The label was put back."))
+        return Finding(_patch(pod, group, by), Complaint("GroupIsFixed", f"{text} The label was put back."))
     if now and now != group.name:
         text = (
             f"Pod {name} says that it belongs to PodGroup {now!r}, but its job's group is {group.name!r}: it was left alone and "
             "does not count there. Take the label out of the job's Pod template, and delete the Pod."
         )
-        return Finding(warning=Warning_("OtherGroup", text))
+        return Finding(warning=Complaint("OtherGroup", text))
     return Finding(_patch(pod, group, by), None if spec.get("nodeName") else _scheduler(spec, group, by))
 
 
-def _scheduler(spec: Mapping[str, Any], group: PodGroup, by: GangScheduler) -> Warning_ | None:
+def _scheduler(spec: Mapping[str, Any], group: PodGroup, by: GangScheduler) -> Complaint | None:
     found = spec.get("schedulerName") or "default-scheduler"
     if found == by.scheduler_name:
         return None
@@ -71,7 +72,7 @@ def _scheduler(spec: Mapping[str, Any], group: PodGroup, by: GangScheduler) -> W
         f"Pods of PodGroup {group.name!r} wait for {found!r}, which does not know the group: they may start one by one. A Pod's "
         f"scheduler can't be changed: put schedulerName: {by.scheduler_name} into the job's Pod template and create the job again."
     )
-    return Warning_("WrongScheduler", text)
+    return Complaint("WrongScheduler", text)
 
 
 def _patch(pod: Thing, group: PodGroup, by: GangScheduler) -> Mapping[str, Any] | None:
@@ -101,14 +102,17 @@ def role_of(pod: Thing, group: PodGroup) -> str:
 
 
 def job_of(pod: Thing) -> tuple[str, tuple[str, str, str]]:
-    """Return who a Pod belongs to: the uid of its controller, and (kind, namespace, name) of a job that its labels name.
+    """Return who a Pod belongs to: the uid of a job that controls it, and (kind, namespace, name) of one that its labels name.
 
     T9k's controllers label a Pod with the kind of its job in small letters; JobSet's with the set's name. Either may stand
     between a Pod and its job, as a Job does between a Pod and a JobSet.
     """
     metadata = pod["metadata"]
     labels, namespace = metadata.get("labels") or {}, metadata.get("namespace", "")
-    uid = next((str(ref["uid"]) for ref in metadata.get("ownerReferences") or () if ref.get("controller")), "")
+    owners = [
+        ref for ref in metadata.get("ownerReferences") or () if ref.get("controller") and ref.get("kind") in KINDS
+    ]
+    uid = str(owners[0]["uid"]) if owners else ""
     component = labels.get(_COMPONENT, "")
     for known in KINDS.values():
         word = known.name.lower()
@@ -125,7 +129,7 @@ class Verdict:
 
     patch: Mapping[str, Any] | None = None
     stale: bool = False
-    warning: Warning_ | None = None
+    warning: Complaint | None = None
 
 
 def compare(existing: Thing, wanted: Thing, *, by_hand: bool = False) -> Verdict:
@@ -143,16 +147,19 @@ def compare(existing: Thing, wanted: Thing, *, by_hand: bool = False) -> Verdict
             f"PodGroup {name!r} belongs to {theirs['kind']} {theirs['name']}: {ours['kind']} {ours['name']} can't have a group of "
             "that name, and its Pods were not labelled. Give one of the two jobs another name."
         )
-        return Verdict(warning=Warning_("GroupOfAnother", text))
-    if covers(existing.get("spec") or {}, wanted["spec"]):
+        return Verdict(warning=Complaint("GroupOfAnother", text))
+    has, wants = existing.get("spec") or {}, wanted["spec"]
+    different = _different(has, wants)
+    if not different:
         return Verdict()
     if not by_hand and (metadata.get("annotations") or {}).get(MADE) != MAKER:
+        words = ", ".join(f"{key} is {has.get(key)!r}, not {wants.get(key)!r}" for key in different)
         text = (
-            f"PodGroup {name!r} differs from what its job asks for ({_difference(existing.get('spec') or {}, wanted['spec'])}), "
-            "but somebody else made it: it was left as it is. Delete it to have it made anew."
+            f"PodGroup {name!r} differs from what its job asks for ({words}), but somebody else made it: it was left as it is. "
+            "Delete it to have it made anew."
         )
-        return Verdict(warning=Warning_("GroupOfAnother", text))
-    return Verdict(patch={"metadata": {"uid": metadata["uid"]}, "spec": _replacing(existing.get("spec") or {}, wanted)})
+        return Verdict(warning=Complaint("GroupOfAnother", text))
+    return Verdict(patch={"metadata": {"uid": metadata["uid"]}, "spec": _replacing(has, wants)})
 
 
 def _owner(group: Thing) -> Mapping[str, Any] | None:
@@ -160,24 +167,17 @@ def _owner(group: Thing) -> Mapping[str, Any] | None:
     return next((ref for ref in references if ref.get("controller")), None)
 
 
-def covers(existing: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
-    """Whether a group says what is wanted; what it says besides (defaults, a topology) is nobody's business."""
-    ours = ("minMember", "queue", "priority", "roles", "minTaskMember")
-    return all(
-        existing.get(key) == wanted.get(key) for key in ours if key in wanted or key in ("roles", "minTaskMember")
-    )
+_UNSAID: Mapping[str, Any] = {"minMember": 0, "queue": DEFAULT_QUEUE, "priority": 0, "roles": [], "minTaskMember": {}}
 
 
-def _replacing(existing: Mapping[str, Any], wanted: Thing) -> dict[str, Any]:
-    gone = {key: None for key in ("roles", "minTaskMember") if key in existing and key not in wanted["spec"]}
-    return {**wanted["spec"], **gone}
+def _different(existing: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
+    """Return what a group says otherwise; what it says besides, a topology for instance, is nobody's business."""
+    return [key for key, default in _UNSAID.items() if (existing.get(key) or default) != (wanted.get(key) or default)]
 
 
-def _difference(existing: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
-    words = [
-        f"{key} is {existing.get(key)!r}, not {value!r}" for key, value in wanted.items() if existing.get(key) != value
-    ]
-    return ", ".join(words) or "it has roles"
+def _replacing(existing: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
+    gone = {key: None for key in _UNSAID if key in existing and key not in wanted}
+    return {**wanted, **gone}
 
 
 def slim(pod: Thing) -> Thing:

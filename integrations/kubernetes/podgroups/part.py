@@ -23,7 +23,7 @@ from resilience.integrations.kubernetes.parts import DELETED, PODS, Kind, Thing
 from resilience.integrations.kubernetes.podgroups.apply import CREATED, UPDATED, Later, Refused, ensure
 from resilience.integrations.kubernetes.podgroups.group import PodGroupError
 from resilience.integrations.kubernetes.podgroups.jobs import KINDS, Wish, finished, wish
-from resilience.integrations.kubernetes.podgroups.members import Verdict, Warning_, compare, job_of, look, slim
+from resilience.integrations.kubernetes.podgroups.members import Complaint, Verdict, compare, job_of, look, slim
 from resilience.integrations.kubernetes.podgroups.schedulers import SCHEDULERS
 from resilience.integrations.kubernetes.podgroups.telling import Teller
 
@@ -142,12 +142,12 @@ class PodGroups:
         try:
             wanted = wish(job)
         except PodGroupError as error:
-            self._tell.warn(job, Warning_("InvalidPodGroup", f"{error} No PodGroup was made."))
+            self._tell.warn(job, Complaint("InvalidPodGroup", f"{error} No PodGroup was made."))
             return
         if wanted is None:
             return
         for note in wanted.notes:
-            self._tell.warn(job, Warning_("PodGroupNote", note))
+            self._tell.warn(job, Complaint("PodGroupNote", note))
         if not self._have(job, wanted):
             return
         self._ready[uid] = wanted
@@ -168,7 +168,7 @@ class PodGroups:
             self._tell.warn(job, refusal.warning)
             return False
         except Later as error:
-            self._tell.warn(job, Warning_("NoPodGroupYet", str(error)))
+            self._tell.warn(job, Complaint("NoPodGroupYet", str(error)))
             raise
         if done in (CREATED, UPDATED):
             text = f"PodGroup {group.name!r} was {done}: minMember {group.min_member}, queue {group.queue!r}."

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from resilience.integrations.kubernetes.events import NORMAL, WARNING, record
 from resilience.integrations.kubernetes.parts import Thing
-from resilience.integrations.kubernetes.podgroups.members import Warning_
+from resilience.integrations.kubernetes.podgroups.members import Complaint
 
 if TYPE_CHECKING:
     from resilience.integrations.kubernetes.api import Api
@@ -23,7 +23,7 @@ class Teller:
         self._api = api
         self._said: dict[str, set[str]] = {}
 
-    def warn(self, thing: Thing, warning: Warning_) -> None:
+    def warn(self, thing: Thing, warning: Complaint) -> None:
         """Say that something can't be."""
         metadata = thing["metadata"]
         if self._new(thing, warning.reason + warning.text):

@@ -125,6 +125,24 @@ def test_group_that_somebody_else_made_is_left_alone_and_that_is_said(cluster: M
     assert labels_of(cluster) == {}
 
 
+def test_group_that_somebody_else_made_and_that_says_the_same_is_used(cluster: MemoryCluster) -> None:
+    """T9k's own controllers may run as well, leave out what is the default, and say more."""
+    theirs = {"minMember": 5, "topologyPolicy": "x"}
+    cluster.create(T9k.kind, {"metadata": {"name": "job-sample"}, "spec": theirs}, NS)
+    job = cluster.create(KINDS["GenericJob"].kind, t9k.job("GenericJob", priority=0), NS)
+    cluster.create(PODS, pod_of(job), NS)
+    assert labels_of(cluster)[GROUP] == "job-sample"
+    assert cluster.get(T9k.kind, "job-sample", NS)["spec"] == theirs
+
+
+def test_priority_that_the_job_gives_up_goes_from_the_group(cluster: MemoryCluster) -> None:
+    submit(cluster)
+    cluster.patch(
+        KINDS["GenericJob"].kind, "job-sample", {"spec": {"scheduler": {"t9kScheduler": {"priority": None}}}}, NS
+    )
+    assert cluster.get(T9k.kind, "job-sample", NS)["spec"] == {"minMember": 5, "queue": "default"}
+
+
 def test_two_jobs_of_one_name_do_not_share_a_group(cluster: MemoryCluster) -> None:
     submit(cluster, "GenericJob")
     submit(cluster, "MPIJob")
