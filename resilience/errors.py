@@ -13,6 +13,7 @@
     │   ├── GuardError         training is bad again and again     (checkpoint.guard)
     │   ├── NothingToRestore   no checkpoint, and no fresh start allowed
     │   └── SaveError          a save failed in the background, and ``on_save_error`` is "raise"
+    ├── KubernetesError        the API server refused or did not answer   (integrations.kubernetes.api)
     ├── LinkError              a peer process (launcher, monitor, saver) did not answer in time
     └── UnsupportedPlatform    the launcher needs Linux
 

@@ -90,6 +90,10 @@ class Api:
             ) from error
         return cls(client.ApiClient(configuration))
 
+    def within(self, timeout_s: float) -> Api:
+        """Return the same connection with another deadline."""
+        return Api(self._client, timeout_s)
+
     def close(self) -> None:
         """Let go of the connections."""
         self._client.close()

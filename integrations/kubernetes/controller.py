@@ -37,6 +37,7 @@ from resilience.errors import ResilienceError, nearest
 _LOG = logging.getLogger("resilience.kubernetes")
 _TICK_S = 1.0
 _BATCH = 500
+_HURRY_S = 5.0
 LOST_LEASE = 75  # the exit code of a replica that may not act any more
 JOB_LABEL = "resilience.dev/job"
 
@@ -117,7 +118,7 @@ class Controller:
             if self._election is not None and not self._election.leading():
                 _LOG.error("this replica could not renew its lease and ends, so that no two act. It is started again.")
                 return LOST_LEASE
-            self._take(max(0.0, min(due - time.monotonic(), _TICK_S)) if len(self._listed) >= kinds else 0.2)
+            self._take(stop, max(0.0, due - time.monotonic()) if len(self._listed) >= kinds else _TICK_S)
             now = time.time()
             self._delivery.again(now)
             if len(self._listed) >= kinds and time.monotonic() >= due:
@@ -125,10 +126,12 @@ class Controller:
                 self._delivery.tick(now)
         return 0
 
-    def _take(self, patience_s: float) -> None:
+    def _take(self, stop: threading.Event, patience_s: float) -> None:
         """Hand on what has come, a bounded number at a time."""
         wait: float = min(patience_s, 0.2)  # a request to stop is heeded as soon
         for _ in range(_BATCH):
+            if stop.is_set():
+                return
             try:
                 change = self._changes.get(timeout=wait) if wait > 0 else self._changes.get_nowait()
             except queue.Empty:
@@ -163,7 +166,7 @@ def main(argv: list[str]) -> int:
     logging.getLogger("urllib3").setLevel(logging.ERROR)
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
+        signal.signal(number, lambda *_: _end(stop))
     options = Options(
         asked.namespace,
         asked.state_namespace or namespace_of_pod() or "default",
@@ -190,6 +193,14 @@ def main(argv: list[str]) -> int:
     except ResilienceError as error:
         sys.stderr.write(f"resilience kubernetes controller: {error}\n")
         return 2
+
+
+def _end(stop: threading.Event) -> None:
+    """End in order; and if that takes long, since a call hangs, without: everything is written down before it is done."""
+    stop.set()
+    last = threading.Timer(_HURRY_S, os._exit, (0,))
+    last.daemon = True
+    last.start()
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from resilience.integrations.kubernetes.api import Conflict, Forbidden, KubernetesError
+from resilience.integrations.kubernetes.api import Conflict, Forbidden, KubernetesError, Unreachable
 from resilience.integrations.kubernetes.parts import Kind, Part
 from resilience.integrations.kubernetes.watching import Change
 
@@ -50,11 +50,14 @@ class Delivery:
                 )
 
     def again(self, now: float) -> None:
-        """Try what is due once more."""
+        """Try what is due once more; while the server is away, only one thing at a time: each may take as long as its deadline."""
         by_name = {part.name: part for part, _ in self._parts}
-        for key, owed in [(key, owed) for key, owed in self._owed.items() if owed.due <= now]:
+        for key, owed in sorted(
+            ((key, it) for key, it in self._owed.items() if it.due <= now), key=lambda it: it[1].due
+        ):
             del self._owed[key]
-            self._try(by_name[key[0]], key, owed, now)
+            if isinstance(self._try(by_name[key[0]], key, owed, now), Unreachable):
+                return
 
     def tick(self, now: float) -> None:
         """Tell every part that time has passed."""
@@ -75,7 +78,7 @@ class Delivery:
         """Return how much could not be done yet."""
         return len(self._owed) + len(self._ticks)
 
-    def _try(self, part: Part, key: tuple[str, Kind, str], owed: _Owed, now: float) -> None:
+    def _try(self, part: Part, key: tuple[str, Kind, str], owed: _Owed, now: float) -> Exception | None:
         change = owed.change
         error = _attempt(lambda: part.changed(change.kind, change.verb, change.thing))
         if error is not None:
@@ -83,6 +86,7 @@ class Delivery:
             what = f"{change.kind.plural} {meta.get('namespace', '')}/{meta['name']}"
             said = _say(part.name, what, error, owed.said)
             self._owed[key] = _Owed(change, owed.failures + 1, now + _pause(owed.failures), said)
+        return error
 
 
 def _attempt(act: Callable[[], None]) -> Exception | None:

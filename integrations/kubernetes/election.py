@@ -25,6 +25,7 @@ from resilience.integrations.kubernetes.parts import Kind
 _LOG = logging.getLogger("resilience.kubernetes")
 LEASES = Kind("coordination.k8s.io", "v1", "leases")
 LEASE_S, RENEW_S, RETRY_S = 15.0, 10.0, 2.0
+_RELEASE_S = 1.0  # whoever ends does not wait for long to be polite
 
 
 class Election:
@@ -53,14 +54,15 @@ class Election:
     def release(self) -> None:
         """Stand back, and let another one take over."""
         self._stop.set()
-        self._thread.join(2.0)
+        self._thread.join(_RELEASE_S)
         if not self.leading():
             return
         self._until = 0.0
+        api = self._api.within(_RELEASE_S)
         try:
-            lease = self._api.get(LEASES, self._name, self._namespace)
+            lease = api.get(LEASES, self._name, self._namespace)
             if lease["spec"].get("holderIdentity") == self._me:
-                self._api.replace(LEASES, self._written(lease, holder=""), self._namespace)
+                api.replace(LEASES, self._written(lease, holder=""), self._namespace)
         except KubernetesError as error:
             _LOG.info("the lease was not given back (%s); it runs out by itself.", error)
 

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 _HOUR_S = 3600.0
 MARKS_PER_HOUR = 20
+_NEVER_RAN = ("StartError", "ContainerCannotRun")  # a wrong command ends with 128 too, and says nothing about the node
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,8 @@ def _fault(node: str, ended: dict[str, Any]) -> NodeFault | None:
     told = from_message(str(ended.get("message") or ""))
     if told is not None:
         return dataclasses.replace(told, node=node, at=at or told.at)
+    if ended.get("reason") in _NEVER_RAN:
+        return None
     if code == UNFIT:
         return NodeFault(
             node, CHECK_FAILED, f"the launcher ended with exit code {code}: the node failed its check", code, at=at

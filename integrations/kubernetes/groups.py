@@ -111,6 +111,8 @@ class Groups:
         if is_over(record, members, now, AVOID_S):
             self._end(record, not pods)
             return
+        if not any(it.filled or it.waits for it in members):
+            record.state = escalation.paused(record.state, now)  # a job that has ended waits for nobody
         told = []
         for decision in escalation.due(record.state, self._rules, now):
             told.append((decision, self._decided(record, decision, members, now)))
@@ -144,7 +146,8 @@ class Groups:
             record.state = escalation.refused(record.state, decision.group)
             return about
         record.state = escalation.moved(record.state, decision.group, seats, now)
-        record.doomed |= {it.name: it.uid for it in about}
+        # What has failed stays to be looked at, unless it stands in the way of the pod that is made again under its name.
+        record.doomed |= {it.name: it.uid for it in about if it.owner is None or it.phase != "Failed"}
         record.making += [name for name in seats if name in record.plain and name not in record.making]
         for node in self._old_nodes(record, seats):
             record.marked[node] = now

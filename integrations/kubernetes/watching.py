@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +26,7 @@ _LOG = logging.getLogger("resilience.kubernetes")
 _PAUSES_S = (0.2, 1.0, 2.0, 5.0, 10.0, 30.0)
 _ABSENT_S = 60.0  # until a custom resource that is not installed is looked for again
 _BOOKMARK = "BOOKMARK"
+_SHORT_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -95,14 +97,17 @@ class Watcher:
     def _follow(self) -> None:
         with self._api.watch(self._kind, self._version, self._namespace) as watch:
             self._watch = watch
+            self._fine()
+            opened = time.monotonic()
             try:
                 for verb, thing in self._until_stopped(watch):
                     if verb != _BOOKMARK:
                         self._tell(verb, thing)
                     self._version = str(thing["metadata"]["resourceVersion"])
-                    self._fine()
             finally:
                 self._watch = None
+        if time.monotonic() - opened < _SHORT_S:  # somebody in between ends them early: do not hurry
+            self._stop.wait(_SHORT_S)
 
     def _until_stopped(self, watch: Watch) -> Iterator[tuple[str, dict[str, Any]]]:
         for event in watch:

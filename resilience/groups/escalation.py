@@ -2,6 +2,7 @@
 
 1) ``lost``    (controller) a member has failed or is gone: its replacement is awaited, the clock of the group's incident runs
 2) ``placed``  (controller) a member, or its replacement, has a node: that much of the incident is over
+   ``paused``  (controller) nothing of the job lives: it has ended, or begins anew; nobody waits
 3) ``due``     (controller) asks what follows now: move a group, or say once why it is not moved
 4) ``moved``   (controller) the group's members were all told to go: they are awaited elsewhere
 
@@ -116,6 +117,19 @@ def placed(state: State, group: str, member: str) -> State:
 def over(state: State, group: str) -> State:
     """Forget a group's incident: everybody is placed, or the group is no more."""
     return dataclasses.replace(state, incidents={key: it for key, it in state.incidents.items() if key != group})
+
+
+def paused(state: State, now: float) -> State:
+    """Start the clocks anew: nothing of the job lives at present, so nobody waits. Groups that move are not concerned."""
+    incidents = {
+        group: it
+        if it.moved_at is not None
+        else dataclasses.replace(
+            it, absent={name: dataclasses.replace(one, since=now) for name, one in it.absent.items()}
+        )
+        for group, it in state.incidents.items()
+    }
+    return dataclasses.replace(state, incidents=incidents)
 
 
 def due(state: State, rules: Rules, now: float) -> Sequence[Decision]:

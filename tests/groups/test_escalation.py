@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from resilience.groups.escalation import Rules, State, due, lost, moved, over, placed, refused
+from resilience.groups.escalation import Rules, State, due, lost, moved, over, paused, placed, refused
 
 RULES = Rules()
 WHY = "its node is gone"
@@ -80,6 +80,15 @@ def test_member_that_is_reported_lost_again_does_not_restart_the_clock() -> None
     state = lost(State(), "0", "pod-1", 0.0, WHY)
     assert lost(state, "0", "pod-1", 250.0, "its replacement is gone too") is state
     assert due(state, RULES, 300.0)
+
+
+def test_job_of_which_nothing_lives_waits_for_nobody_and_its_clock_starts_anew() -> None:
+    state = lost(State(), "0", "pod-1", 0.0, WHY)
+    state = paused(state, 10_000.0)
+    assert not due(state, RULES, 10_299.0)
+    assert due(state, RULES, 10_300.0)
+    moving = moved(state, "0", ["pod-1"], 10_300.0)
+    assert paused(moving, 20_000.0) == moving
 
 
 def test_clock_of_an_incident_is_that_of_the_member_that_waits_longest() -> None:

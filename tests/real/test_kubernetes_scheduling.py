@@ -1,7 +1,7 @@
 """Groups that move between racks, with the real scheduler and the real Job controller of Kubernetes 1.20.
 
-There are no kubelets, and no scheduler that knows racks: a thread of the test says that pods run, takes away those that are to end, and
-labels pods by their node's rack, as that scheduler would.
+There are no kubelets, and no scheduler that knows racks: a thread of the test says that pods run, takes away those that are to end,
+and labels pods by the rack of their node, as that scheduler would.
 """
 
 from __future__ import annotations

@@ -33,6 +33,12 @@ def test_other_exit_codes_tell_nothing_of_the_node(code: int) -> None:
     assert not list(failures(pod("p", node="gpu-7", code=code)))
 
 
+def test_container_that_could_not_be_started_ends_with_128_too_and_tells_nothing_of_the_node() -> None:
+    thing = pod("p", node="gpu-7", code=128)
+    thing["status"]["containerStatuses"][0]["state"]["terminated"]["reason"] = "StartError"
+    assert not list(failures(thing))
+
+
 def test_message_of_the_launcher_says_more_and_its_claim_of_another_node_is_not_believed() -> None:
     told = NodeFault("somebody-elses-node", "NodeCheckFailed", "GEMM on cuda:3 gave a wrong result", run="r1")
     (found,) = failures(pod("p", node="gpu-7", code=1, message=told.as_message()))

@@ -244,6 +244,29 @@ def test_group_that_people_took_away_stays_away(cluster: Cluster) -> None:
     assert not state_of(cluster), "a job that is gone is forgotten"
 
 
+def test_job_that_has_failed_as_a_whole_is_left_as_it_is(cluster: Cluster) -> None:
+    two_groups(cluster, owned=False)
+    hand = Hand(cluster)
+    hand.tick(0.0)
+    for name in cluster.pods():
+        cluster.say(name, ended(77))
+    hand.tick(10.0)
+    hand.tick(9999.0)
+    assert not leaving(cluster)
+    assert set(cluster.pods()) == {"w0", "w1", "w2", "w3"}
+
+
+def test_failed_pod_that_its_owner_replaced_stays_to_be_looked_at(cluster: Cluster) -> None:
+    two_groups(cluster, owned=True)
+    hand = Hand(cluster)
+    hand.tick(0.0)
+    cluster.say("w1", ended(14))
+    hand.tick(10.0)
+    hand.tick(310.0)
+    assert leaving(cluster) == {"w0"}
+    assert cluster.pods()["w1"]["status"]["phase"] == "Failed"
+
+
 def test_disruption_budget_is_heeded(cluster: Cluster) -> None:
     two_groups(cluster, owned=True)
     budgets = Kind("policy", "v1beta1", "poddisruptionbudgets")
