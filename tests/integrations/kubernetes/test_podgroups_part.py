@@ -10,6 +10,7 @@ pytest.importorskip(
     "resilience.integrations.kubernetes.podgroups", reason="not installed here: resilience.integrations"
 )
 
+from resilience.integrations.kubernetes.api import Conflict
 from resilience.integrations.kubernetes.parts import PODS
 from resilience.integrations.kubernetes.podgroups import GroupIsFixed, PodGroup, PodGroupError, scheduler
 from resilience.integrations.kubernetes.podgroups.apply import CREATED, UNCHANGED, UPDATED, Later, ensure, join
@@ -271,6 +272,51 @@ def test_job_that_can_not_be_meant_is_told_so_once_and_mended_later(cluster: Mem
     assert "minReplicas" in event["message"]
     cluster.patch(kind, "job-sample", {"spec": {"elastic": {"minReplicas": 2}}}, NS)
     assert cluster.get(T9k.kind, "job-sample", NS)["spec"]["minMember"] == 2
+
+
+def test_every_pod_of_a_large_job_is_written_once(cluster: MemoryCluster) -> None:
+    job = submit(cluster)
+    for number in range(300):
+        cluster.create(PODS, pod_of(job, f"w-{number}"), NS)
+    patched = [name for verb, plural, name in cluster.writes if (verb, plural) == ("patch", "pods")]
+    assert sorted(patched) == sorted(f"w-{number}" for number in range(300))
+
+
+class Contested(MemoryCluster):
+    """Somebody else makes the group just before us, and deletes it before it is read."""
+
+    rivals = 1
+
+    def create(self, kind: Any, thing: Any, namespace: str = "") -> dict[str, Any]:
+        if kind == T9k.kind and self.rivals:
+            self.rivals -= 1
+            raise Conflict("already exists", 409)
+        return super().create(kind, thing, namespace)
+
+
+def test_group_that_comes_and_goes_meanwhile_is_there_in_the_end() -> None:
+    cluster = Contested()
+    cluster.attach(PodGroups(cluster))
+    submit(cluster)
+    assert cluster.get(T9k.kind, "job-sample", NS)["spec"]["minMember"] == 5
+
+
+def test_endless_contest_is_given_up_for_now() -> None:
+    cluster = Contested()
+    cluster.rivals = 100
+    with pytest.raises(Later, match="changed by somebody else 4 times"):
+        ensure(cluster, PodGroup("dance", 2, namespace=NS), scheduler("t9k"))
+
+
+def test_pod_whose_place_another_one_of_its_name_took_is_not_labelled_by_mistake(cluster: MemoryCluster) -> None:
+    job = submit(cluster)
+    part, cluster.part = cluster.part, None
+    cluster.create(PODS, pod_of(job), NS)
+    seen = cluster.get(PODS, "w-0", NS)
+    cluster.delete(PODS, "w-0", NS)
+    cluster.create(PODS, {"metadata": {"name": "w-0", "labels": {}}, "spec": {}}, NS)
+    part.changed(PODS, "ADDED", seen)
+    assert labels_of(cluster) == {}
 
 
 # -- by hand ----------------------------------------------------------------------------------------------------------
