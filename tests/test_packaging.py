@@ -37,7 +37,8 @@ def test_the_wheel_holds_every_module_and_the_type_marker(wheel: Path) -> None:
         f"resilience/integrations/{path.relative_to(ROOT / 'integrations')}"
         for path in (ROOT / "integrations").rglob("*.py")
     }
-    assert modules | adapters | {"resilience/py.typed"} <= names
+    manifests = "resilience/integrations/kubernetes/manifests/controller.yaml"
+    assert modules | adapters | {"resilience/py.typed", manifests} <= names
     assert not [name for name in names if name.split("/")[0] not in ("resilience",) and ".dist-info" not in name]
 
 

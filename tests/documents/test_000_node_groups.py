@@ -11,7 +11,6 @@ from resilience.integrations.kubernetes.members import member
 from resilience.integrations.kubernetes.memory import Record
 from resilience.integrations.kubernetes.observing import observe
 
-from resilience import config
 from resilience.config import resolve
 from resilience.errors import ConfigError
 from resilience.groups.escalation import Rules, State, due, lost, placed
@@ -70,7 +69,6 @@ def test_pod_without_the_labels_is_a_node_like_any_other() -> None:
 
 def test_default_timeout_is_300_seconds_everywhere() -> None:
     assert Rules().threshold_s == Options().group_threshold == 300.0
-    assert config.parameters()  # the launchers' own settings know nothing of it: the controller decides
 
 
 def test_1_if_all_nodes_are_scheduled_normally_fault_tolerance_is_as_usual() -> None:
