@@ -20,7 +20,7 @@ pytest.importorskip(
     "kubernetes", reason="not here: the package kubernetes. Left out are groups of Pods on a real API server"
 )
 
-from resilience.integrations.kubernetes.api import Api, KubernetesError, NotFound
+from resilience.integrations.kubernetes.api import Api, Conflict, KubernetesError, NotFound
 from resilience.integrations.kubernetes.cli import main
 from resilience.integrations.kubernetes.controller import Controller
 from resilience.integrations.kubernetes.job.render import render
@@ -54,11 +54,11 @@ def admin(api_server: ApiServer) -> Api:
     """The cluster, with all definitions in it and served, and the controller's roles."""
     api = Api(api_server.client())
     for definition in (crd.pod_group(), *t9k.definitions()):
-        with contextlib.suppress(KubernetesError):
+        with contextlib.suppress(Conflict):
             api.create(CRDS, definition)
     for document in manifests():
         if document["kind"] in RBAC:
-            with contextlib.suppress(KubernetesError):
+            with contextlib.suppress(Conflict):
                 api.create(RBAC[document["kind"]], document)
     for kind in (T9k.kind, *(known.kind for known in T9K_KINDS)):
         wait_for(lambda kind=kind: served(api, kind), f"{kind.plural} to be served")  # type: ignore[misc]
@@ -68,7 +68,7 @@ def admin(api_server: ApiServer) -> Api:
 def served(api: Api, kind: Kind) -> bool:
     """Whether a kind is served: a definition that is established may still be answered with 404 for some seconds."""
     try:
-        api.list(kind)
+        api.list_all(kind)
     except NotFound:
         return False
     return True
@@ -134,7 +134,7 @@ def label_of(admin: Api, space: str, pod: str) -> str:
 
 
 def reasons(admin: Api, space: str) -> dict[str, str]:
-    return {event["reason"]: event["message"] for event in admin.list(EVENTS, space)[0]}
+    return {event["reason"]: event["message"] for event in admin.list_all(EVENTS, space)[0]}
 
 
 # -- what the schema says ---------------------------------------------------------------------------------------------
