@@ -54,7 +54,8 @@ class Election:
     def release(self) -> None:
         """Stand back, and let another one take over."""
         self._stop.set()
-        self._thread.join(_RELEASE_S)
+        if self._thread.is_alive():
+            self._thread.join(_RELEASE_S)
         if not self.leading():
             return
         self._until = 0.0

@@ -21,6 +21,7 @@ from tests.integrations.kubernetes.pods import JOB, ended
 from tests.jobs import wait_for
 from tests.real import kubernetes
 
+pytestmark = pytest.mark.spawns
 RACK = "scheduling/rack-id"
 HARD = "requiredDuringSchedulingIgnoredDuringExecution"
 JOBS = Kind("batch", "v1", "jobs")

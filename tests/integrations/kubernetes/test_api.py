@@ -16,6 +16,7 @@ from tests.integrations.kubernetes.cluster import Cluster, Forwarder
 from tests.jobs import stopped, wait_for
 from tests.real.kubernetes import ApiServer
 
+pytestmark = pytest.mark.spawns
 NOBODY = "system:serviceaccount:default:nobody-in-particular"
 MAPS = Kind("", "v1", "configmaps")
 
@@ -158,6 +159,7 @@ def test_watcher_tells_what_is_there_and_then_what_changes_of_the_selected_pods(
             cluster.name,
         )
         cluster.pod("after")
+        cluster.say("after", {"phase": "Running"})
         cluster.gone("before")
         seen.wait(DELETED, "before")
         assert (ADDED, "after") in seen.all

@@ -24,6 +24,7 @@ from tests.integrations.kubernetes.pods import ended
 from tests.integrations.kubernetes.test_faulty_nodes import await_mark, is_marked
 from tests.jobs import wait_for
 
+pytestmark = pytest.mark.spawns
 ACCOUNT = "resilience-controller"
 PLURALS = {
     "Namespace": Kind("", "v1", "namespaces", namespaced=False),
@@ -151,13 +152,18 @@ def test_replica_that_lost_its_lease_stops_acting(cluster: Cluster) -> None:
 
 def test_controller_that_cant_renew_ends_so_that_no_two_act(cluster: Cluster, forwarder: Any) -> None:
     api = Api(cluster.server.client(url=forwarder.url), timeout_s=1.0)
-    loop = controller.Controller(api, [], cluster.name, Election(api, cluster.name, "lease", "me", lease_s=2.0))
+    election = Election(api, cluster.name, "lease", "me", lease_s=6.0)
+    loop, stop = controller.Controller(api, [], cluster.name, election), threading.Event()
     ended_with: list[int] = []
-    thread = threading.Thread(target=lambda: ended_with.append(loop.run(threading.Event())))
+    thread = threading.Thread(target=lambda: ended_with.append(loop.run(stop)))
     thread.start()
-    wait_for(lambda: cluster.api.list_all(LEASES, cluster.name)[0], "the lease", 30)
-    forwarder.cut()
-    thread.join(60)
+    try:
+        wait_for(election.leading, "it to lead", 30)
+        forwarder.cut()
+        thread.join(60)
+    finally:
+        stop.set()
+        thread.join(30)
     assert ended_with == [controller.LOST_LEASE]
 
 

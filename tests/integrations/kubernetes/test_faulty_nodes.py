@@ -19,6 +19,7 @@ from tests.integrations.kubernetes.cluster import Cluster, Forwarder
 from tests.integrations.kubernetes.pods import ended
 from tests.jobs import wait_for
 
+pytestmark = pytest.mark.spawns
 SELECTOR = "resilience.dev/job"
 TAINT = "resilience.dev/faulty"
 
