@@ -29,6 +29,7 @@ MANIFEST_COMMAND = "resilience kubernetes manifests | kubectl apply -f -"
 CALL_S = 10.0
 WATCH_S = 50.0  # the server ends a watch then; one that is silent for longer is dead
 PAGE = 500
+POOL = 32  # connections that are kept: every kind that is watched holds one
 MERGE, JSON_PATCH = "application/merge-patch+json", "application/json-patch+json"
 _VERBS = {"GET": "get", "POST": "create", "PUT": "update", "PATCH": "patch", "DELETE": "delete"}
 
@@ -79,6 +80,7 @@ class Api:
         except ImportError as error:
             raise KubernetesError(f"the package kubernetes is not installed: pip install '{EXTRA}'") from error
         configuration = client.Configuration()
+        configuration.connection_pool_maxsize = POOL
         try:
             if kubeconfig is None and context is None and namespace_of_pod():
                 config.load_incluster_config(client_configuration=configuration)
