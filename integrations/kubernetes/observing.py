@@ -19,17 +19,17 @@ def observe(record: Record, members: Sequence[Member], now: float) -> Record:
     found = copy.deepcopy(record)
     doomed = set(record.doomed.values())
     held = {it.seat: it for it in members if it.filled and it.uid not in doomed}
-    for it in sorted(held.values(), key=lambda it: (it.created, it.name)):
-        _seat(found, it)
     for it in members:
         if it.finished and it.seat not in held:
             _leave(found, it.seat)
     _taken_away(found, members)
-    for name, seat in found.seats.items():
-        if name in held:
-            found.state = escalation.placed(found.state, seat.group, name)
-        else:
+    for name, seat in found.seats.items():  # first who is missed, then who comes: it may be the one who takes over
+        if name not in held:
             found.state = escalation.lost(found.state, seat.group, name, now, _why(name, seat, members))
+    for it in sorted(held.values(), key=lambda it: (it.created, it.name)):
+        _seat(found, it)
+        if it.seat in found.seats:
+            found.state = escalation.placed(found.state, found.seats[it.seat].group, it.seat)
     return found
 
 

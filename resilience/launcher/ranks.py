@@ -33,12 +33,13 @@ def assign(members: Sequence[Member], by_infra: bool) -> dict[str, int]:
     claim the same one, follow in the order of their descriptors. Otherwise, and where no node has one: a node keeps the rank it
     had, gaps are filled by newcomers in the order of their descriptors.
 
-    Where groups are known they come first: each is a block of ranks, and the rules above hold within it. Nodes without a group
-    follow.
+    Where that would tear a group of nodes apart, or change the groups' order, each group is a block of ranks, the rules above hold
+    within it, and nodes without a group follow.
     """
     given = by_infra and any(member.infra is not None for member in members)
-    if not any(_group(member) for member in members):
-        return _by_infra(members) if given else _by_descriptor(members)
+    plain = _by_infra(members) if given else _by_descriptor(members)
+    if _keeps_groups(members, plain):
+        return plain
     ranks: dict[str, int] = {}
     for block in _blocks(members):
         ranks.update(_by_infra(block, len(ranks)) if given else _by_descriptor(block, len(ranks)))
@@ -50,6 +51,16 @@ def _group(member: Member) -> tuple[int, str] | None:
     if member.group_index is not None:
         return (member.group_index, "")
     return (-1, member.group) if member.group else None
+
+
+def _keeps_groups(members: Sequence[Member], ranks: Mapping[str, int]) -> bool:
+    """Whether with these ranks every group is one block, and the groups stand in their order."""
+    order = [_group(member) for member in sorted(members, key=lambda it: ranks[it.id])]
+    found = [key for place, key in enumerate(order) if key is not None and (place == 0 or order[place - 1] != key)]
+    indices = [index for index, name in found if not name]
+    before = [_first([it for it in members if _group(it) == key]) for key in found if key[1]]
+    known = [first for first in before if first >= 0]
+    return len(found) == len(set(found)) and indices == sorted(indices) and known == sorted(known)
 
 
 def _blocks(members: Sequence[Member]) -> list[list[Member]]:

@@ -243,9 +243,26 @@ def test_groups_come_in_the_order_of_their_indices_and_not_of_the_alphabet() -> 
     assert in_order(assign(members, by_infra=True)) == ["n2", "n9", "n10"]
 
 
-def test_groups_come_first_and_nodes_without_one_follow() -> None:
+def test_node_without_a_group_keeps_its_place_where_that_tears_none_apart_and_else_follows_the_groups() -> None:
     members = [member("loner", 0), member("x", 5, group="rack-b"), member("y", 1, group="rack-a")]
-    assert in_order(assign(members, by_infra=True)) == ["y", "x", "loner"]
+    assert in_order(assign(members, by_infra=True)) == ["loner", "y", "x"]
+    between = [*members, member("z", 9, group="rack-a")]
+    assert in_order(assign(between, by_infra=True)) == ["y", "z", "x", "loner"]
+
+
+def test_replacement_that_does_not_know_its_group_moves_nobody() -> None:
+    """What is in the others' memory is that of their ranks."""
+    members = [member("new", 0), member("a1", 1, rank=1, group="a"), member("b0", 2, rank=2, group="b")]
+    assert assign(members, by_infra=True) == {"new": 0, "a1": 1, "b0": 2}
+
+
+def test_groups_keep_their_order_also_where_the_infrastructures_order_is_another_by_now() -> None:
+    members = [
+        member("a1", 3, rank=1, group="a"),
+        member("b0", 1, rank=2, group="b"),
+        member("b1", 2, rank=3, group="b"),
+    ]
+    assert groups_of(members, assign(members, by_infra=True)) == ["a", "b", "b"]
 
 
 def test_newcomer_takes_the_place_in_its_group_and_nobody_else_moves() -> None:
@@ -304,8 +321,7 @@ def test_whatever_comes_together_every_group_is_one_block_and_every_rank_is_give
         assert sorted(ranks.values()) == list(range(len(members)))
         assert ranks == assign(rng.sample(members, len(members)), by_infra)
         found = groups_of(members, ranks)
-        starts = [group for rank, group in enumerate(found) if rank == 0 or found[rank - 1] != group]
+        starts = [it for rank, it in enumerate(found) if it is not None and (rank == 0 or found[rank - 1] != it)]
         assert len(starts) == len(set(starts)), found
-        assert None not in found or found[found.index(None) :] == [None] * found.count(None)
         again = [dataclasses.replace(it, rank=ranks[it.id]) for it in members]
         assert assign(again, by_infra) == ranks, "a restart with the same nodes changes nothing"

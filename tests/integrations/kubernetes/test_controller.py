@@ -100,6 +100,7 @@ def test_permission_that_is_missing_is_named_in_the_controllers_log(
     wait_for(lambda: wanted in running.log(), f"{wanted} in the log:\n{running.log()}", 60)
 
 
+@pytest.mark.long
 def test_second_replica_waits_and_takes_over_when_the_first_is_told_to_end_or_killed(
     cluster: Cluster, tmp_path: Path
 ) -> None:

@@ -153,6 +153,7 @@ def test_failure_of_before_the_node_was_registered_is_of_another_machine(cluster
     assert not is_marked(cluster.get_node(node))
 
 
+@pytest.mark.long
 def test_mark_is_not_lost_while_the_api_server_is_away(
     cluster: Cluster, forwarder: Forwarder, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -135,6 +135,16 @@ def test_pods_that_cant_be_told_apart_take_over_from_one_another() -> None:
     }
 
 
+def test_pod_that_cant_be_told_from_the_lost_one_takes_over_also_where_both_are_seen_at_once() -> None:
+    def anonymous(name: str) -> dict[str, Any]:
+        return pod(f"train-{name}", node=f"n-{name}", group=0, owner=BATCH)
+
+    record = look(Record("default", "train"), [anonymous("a"), anonymous("b")])
+    record = look(record, [anonymous("a"), anonymous("c")], 100.0)
+    assert not record.state.incidents
+    assert set(record.seats) == {"pod/train-a", "pod/train-c"}
+
+
 def test_pods_that_are_told_to_go_hold_no_seat_while_they_are_still_there() -> None:
     pods = four()
     record = look(Record("default", "train"), pods)
