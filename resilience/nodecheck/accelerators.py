@@ -192,10 +192,14 @@ def _from_module(word: str) -> Accelerator:
 
 def _made(found: Any, where: str) -> Accelerator:
     if not isinstance(found, type) or not issubclass(found, Accelerator):
-        raise ConfigError(f"{where} is no subclass of resilience.nodecheck.accelerators.Accelerator. Nothing was started.")
+        raise ConfigError(
+            f"{where} is no subclass of resilience.nodecheck.accelerators.Accelerator. Nothing was started."
+        )
     made = found()
     if not made.type or not made.backend:
-        raise ConfigError(f"{where} needs a type (torch.device) and a backend (torch.distributed). Nothing was started.")
+        raise ConfigError(
+            f"{where} needs a type (torch.device) and a backend (torch.distributed). Nothing was started."
+        )
     made.name = made.name or found.__name__.lower()
     return made
 

@@ -30,7 +30,9 @@ class Findings:
     warnings: list[str] = field(default_factory=list)
 
 
-def look(folder: str, *, proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup"), shm: str = "/dev/shm") -> Findings:
+def look(
+    folder: str, *, proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup"), shm: str = "/dev/shm"
+) -> Findings:
     """Look at the host. ``folder`` is the run's directory."""
     found = Findings()
     _disk(found, folder)
@@ -70,7 +72,8 @@ def _memory(found: Findings, proc: Path, cgroup: Path) -> None:
     limit = _number(cgroup / "memory.max") or _number(cgroup / "memory" / "memory.limit_in_bytes")
     used = _number(cgroup / "memory.current") or _number(cgroup / "memory" / "memory.usage_in_bytes")
     if limit is not None and used is not None and limit / _MIB < total:
-        total, free = limit / _MIB, min(free, (limit - used) / _MIB)
+        held = used - min(used, _cached(cgroup))  # the kernel gives back what only caches files
+        total, free = limit / _MIB, min(free, (limit - held) / _MIB)
     found.figures |= {"memory_mib": total, "memory_free_mib": free}
     if free < LEAST_MEMORY_MIB:
         found.faults.append(f"{free:.0f} MiB of memory are left, {LEAST_MEMORY_MIB} MiB are the least")
@@ -84,6 +87,14 @@ def _number(path: Path) -> int | None:
     except OSError:
         return None
     return int(text) if text.isdecimal() else None
+
+
+def _cached(cgroup: Path) -> int:
+    for path in (cgroup / "memory.stat", cgroup / "memory" / "memory.stat"):
+        with contextlib.suppress(OSError):
+            rows = (line.split() for line in path.read_text(encoding="ascii").splitlines())
+            return sum(int(row[1]) for row in rows if row and row[0] in ("inactive_file", "active_file"))
+    return 0
 
 
 def _shared_memory(found: Findings, shm: str) -> None:

@@ -48,6 +48,9 @@ class Rule:
         return seconds > self.factor * median and seconds - median > self.floor
 
 
+USUAL = Rule()
+
+
 def typical(seconds: Iterable[float]) -> float | None:
     """Return the median, of an even number the lower one: of two nodes the quicker sets the measure."""
     known = list(seconds)
@@ -71,7 +74,9 @@ def first(nodes: Sequence[int]) -> tuple[Group, ...]:
 class Evidence:
     """All trials so far, of the nodes that came and have not ``vanished``."""
 
-    def __init__(self, nodes: Iterable[int], trials: Iterable[Trial], vanished: Iterable[int] = (), rule: Rule = Rule()) -> None:  # noqa: B008 - frozen
+    def __init__(
+        self, nodes: Iterable[int], trials: Iterable[Trial], vanished: Iterable[int] = (), rule: Rule = USUAL
+    ) -> None:
         self.vanished = frozenset(vanished)
         self.nodes = [node for node in nodes if node not in self.vanished]
         self.trials = [trial for trial in trials if not self.vanished & set(trial.group)]
