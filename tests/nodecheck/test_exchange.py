@@ -72,7 +72,7 @@ class Actor:
         if self.script.broken:
             raise Broken(self.script.broken)
         seconds = self.script.later if self.script.later and len(self.script.log) > 1 else self.script.seconds
-        host = {"figures": {}, "faults": [], "warnings": []}
+        host: dict[str, Any] = {"figures": {}, "faults": [], "warnings": []}
         return [{"device": "cpu", "seconds": seconds, "rate": 1.0, "host": host}]
 
     def serve(self, timeout: float) -> int:
