@@ -145,6 +145,7 @@ class Crew:
         self._hands: list[_Hand] = []
         self._unheard: list[_Hand] = []
         self.accelerator, self.devices = accelerator, 0
+        self.host_only = False  # its devices are the host's own processors
 
     def start(self) -> None:
         """Start the processes, so that they load while the launcher does other things: as many as there were devices before.
@@ -166,6 +167,7 @@ class Crew:
                     self.close()
                     raise ConfigError(str(said["refused"]))
                 self.accelerator, self.devices = str(said["accelerator"]), int(said["devices"])
+                self.host_only = said["type"] == "cpu"
             if len(self._hands) >= self.devices:
                 return
 

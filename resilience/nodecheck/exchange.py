@@ -188,6 +188,7 @@ class Examination:
             "",
             self._crew.accelerator,
             self._crew.devices,
+            self._crew.host_only,
             titles(answers),
             float(worst["seconds"]),
             float(worst["rate"]),

@@ -17,6 +17,7 @@ from typing import Any
 from resilience.nodecheck import pairing
 from resilience.nodecheck.pairing import FAULTY, HEALTHY, STRAGGLER, UNDECIDED, VANISHED, Evidence, Rule
 
+_SHOWN = 32
 CLOCK_S = 1.0  # clocks further apart than this are worth a word: they sign requests, and order logs
 
 
@@ -27,6 +28,7 @@ class Alone:
     error: str = ""
     accelerator: str = ""
     devices: int = 0
+    host_only: bool = False  # its devices are the host's own processors
     title: str = ""
     seconds: float = 0.0
     rate: float = 0.0
@@ -96,10 +98,10 @@ def own_fault(node: int, told: Mapping[int, Alone], wanted: int) -> str:
         return mine.error
     if mine.devices == 0:
         return f"it has no device of the kind {mine.accelerator!r}"
-    if mine.accelerator != "cpu" and mine.devices < wanted:
+    if not mine.host_only and mine.devices < wanted:
         return f"it has {mine.devices} devices of the kind {mine.accelerator!r}, its workers need {wanted}"
-    others = {it.accelerator for it in told.values() if it.accelerator and not it.error} - {"cpu"}
-    if mine.accelerator == "cpu" and others:
+    others = {it.accelerator for it in told.values() if it.devices and not it.host_only and not it.error}
+    if mine.host_only and others:
         return f"no device was found, only the host's processors, where other nodes have {', '.join(sorted(others))}"
     return "; ".join(mine.faults)
 
@@ -176,23 +178,25 @@ def _judgement(plain: Judgement, mine: Alone, gather_s: float | None, clock_s: f
 
 
 def as_table(ruling: Ruling, names: Sequence[str]) -> str:
-    """Return the ruling as people read it: a line for each node, and what there is to say."""
-    head = ("node", "verdict", "device", "GEMM", "GFLOP/s", "all-gather", "clock")
-    rows = [head]
-    for item in ruling.judgements:
-        rows.append(
-            (
-                names[item.node],
-                item.state,
-                item.title or "–",
-                _ms(item.gemm_s),
-                f"{item.gflops:.0f}" if item.gflops is not None else "–",
-                _ms(item.gather_s),
-                f"{item.clock_s:+.1f} s",
-            )
-        )
-    widths = [max(len(row[at]) for row in rows) for at in range(len(head))]
+    """Return the ruling as people read it: a line for each node (of many, for those that are not healthy), and what there is to
+    say."""
+    rows = [("node", "verdict", "device", "GEMM", "GFLOP/s", "all-gather", "clock")]
+    healthy = ruling.those(HEALTHY)
+    shown = (
+        ruling.judgements
+        if len(ruling.judgements) <= _SHOWN
+        else [it for it in ruling.judgements if it.state != HEALTHY]
+    )
+    for item in shown:
+        rate = f"{item.gflops:.0f}" if item.gflops is not None else "–"
+        figures = (_ms(item.gemm_s), rate, _ms(item.gather_s), f"{item.clock_s:+.1f} s")
+        rows.append((names[item.node], item.state, item.title or "–", *figures))
+    widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    if len(shown) < len(ruling.judgements):
+        times = [it.gemm_s for it in healthy if it.gemm_s is not None]
+        both = f", GEMM {_ms(statistics.median(times))} (median), {_ms(max(times))} (slowest)" if times else ""
+        lines.append(f"and {len(healthy)} healthy nodes{both}")
     for item in ruling.judgements:
         lines += [f"{names[item.node]}: {text}" for text in (item.why, *item.warnings) if text]
     return "\n".join([*lines, *([f"note: {ruling.note}."] if ruling.note else [])])

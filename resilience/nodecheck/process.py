@@ -106,11 +106,14 @@ def main(name: str, index: int, fd: int) -> None:
         try:
             accelerator = load(name)
             devices = accelerator.count()
-        except (ConfigError, ImportError) as error:
+        except (
+            ConfigError,
+            ModuleNotFoundError,
+        ) as error:  # of a module that is there but does not load the node is at fault
             return say({"refused": in_words(error)})
         except Exception as error:  # noqa: BLE001 - a plugin's boundary: what it raises is what is to be told
             return say({"error": in_words(error)})
-        say({"accelerator": accelerator.name, "devices": devices})
+        say({"accelerator": accelerator.name, "type": accelerator.type, "devices": devices})
         worker = Worker(accelerator, index)
         for request in line:
             try:

@@ -57,6 +57,7 @@ class Actor:
     """A crew that plays its script. Groups meet on the board itself."""
 
     accelerator = "cpu"
+    host_only = True
 
     def __init__(self, script: Script, me: int, board: Shared) -> None:
         self.script, self.me, self.board = script, me, board
