@@ -23,6 +23,7 @@ from resilience import config
 from resilience.config import NodeConfig
 from resilience.failover import exits, sentence
 from resilience.failover.error_monitor import CHECK_FAILED, STRAGGLER, NodeFault
+from resilience.launcher import cuda
 from resilience.launcher.agreement import Node
 from resilience.launcher.link import Link
 from resilience.launcher.roster import Outcome
@@ -33,6 +34,7 @@ from resilience.nodecheck.judging import Judgement, Ruling, as_table
 from resilience.nodecheck.pairing import Rule
 
 _LOG = logging.getLogger("resilience.launcher")
+_FREE_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,9 @@ class Fitness:
             gone = list(link.lost_nodes()) or [0]
             return Result(False, verdicts=tuple(departed([link.nodes[node] for node in gone if node != link.me])))
         finally:
+            pids = self._crew.pids()
             self.close()
+            cuda.wait_until_free(pids, _FREE_S)  # the workers need all of the devices' memory
         if ruling.skipped:
             return Result(True)
         names = [node.title for node in link.nodes]

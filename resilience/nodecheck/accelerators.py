@@ -121,7 +121,7 @@ class Cpu(Accelerator):
 
 @register("nvidia")
 class Nvidia(Accelerator):
-    """NVIDIA's, and whatever else torch calls ``cuda``. NOT RUN ON A GPU: only on stand-ins."""
+    """NVIDIA's, and whatever else torch calls ``cuda``. NOT RUN ON A GPU."""
 
     type = "cuda"
     backend = "nccl"
