@@ -96,10 +96,9 @@ def load(spec: str) -> ErrorMonitor:
         return _made(found, spec)
     points = {point.name: point for point in importlib.metadata.entry_points(group=GROUP)}
     if word not in points:
-        known = [NONE, "file:PATH", "module::Class", *points]
-        raise ConfigError(
-            f"error_monitor={spec!r} is not known.{nearest(word, known)} Known are {', '.join(known)}. Nothing was started."
-        )
+        close = nearest(word.partition(":")[0], [NONE, "file", *points])
+        known = ", ".join([NONE, "file:PATH", "module::Class", *points])
+        raise ConfigError(f"error_monitor={spec!r} is not known.{close} Known are {known}. Nothing was started.")
     return _made(points[word].load(), spec)
 
 

@@ -59,7 +59,7 @@ def test_launchers_that_share_a_file_lose_no_line(tmp_path: Path) -> None:
 
 
 def test_typo_names_the_nearest() -> None:
-    with pytest.raises(ConfigError, match="Did you mean 'file:PATH'"):
+    with pytest.raises(ConfigError, match="Did you mean 'file'"):
         load("file:")
 
 

@@ -98,7 +98,7 @@ def test_node_whose_check_hangs_is_found_and_the_others_train(tmp_path: Path, ai
 def test_check_is_made_before_a_restart_too_and_a_node_that_became_faulty_does_not_go_on(tmp_path: Path) -> None:
     ailment = tmp_path / "ailment"
     options = [*CHECK, "--max-restarts=5", f"--ft-error-monitor=file:{tmp_path}/faults.jsonl", "--ft-node-name=n0"]
-    with job(tmp_path / "node", options, SCRIPT, {**ENV, "AILMENT_FILE": str(ailment)}) as it:
+    with job(tmp_path / "node", options, SCRIPT, {**ENV, "AILMENT_FILE": str(ailment), "RESUME": "1"}) as it:
         it.await_steps(0)
         assert check_processes(it) == []
         it.order("kill SIGKILL")
@@ -200,7 +200,7 @@ def test_sigterm_during_the_check_ends_the_launcher_and_its_check_at_once(tmp_pa
     [
         (["--network-check", "--accelerator=nvida"], "Did you mean 'nvidia'?"),
         (["--network_check", "--accelerator=tests.nodecheck.patients::Patent"], "Did you mean 'Patient'?"),
-        (["--ft-error-monitor=fiel:/tmp/x"], "Did you mean 'file:PATH'?"),
+        (["--ft-error-monitor=fiel:/tmp/x"], "Did you mean 'file'?"),
     ],
 )
 def test_what_can_not_be_meant_ends_with_2_before_anything_is_started(
