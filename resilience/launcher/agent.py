@@ -88,6 +88,7 @@ class Agent(LocalElasticAgent):  # type: ignore[misc]  # torch is untyped here
         self._on_fault = on_fault
         self._stop_grace = float(options["shutdown_timeout"])
         self.cycle = -1
+        self.unstarted = 0  # cycles whose workers were never started: a node failed its check
         self.outcome: Outcome | None = None
         self._case = Cycle()
         self._link: Link | None = None
@@ -228,6 +229,7 @@ class Agent(LocalElasticAgent):  # type: ignore[misc]  # torch is untyped here
         if not result.may_start and not self._venue.has_roster:
             raise RendezvousConnectionError("a node failed its check, and this rendezvous can't go on without it")
         if not result.may_start:
+            self.unstarted += 1
             fitness.warm()
         return result.may_start
 

@@ -97,6 +97,8 @@ class Fitness:
     def examine(self, link: Link, cycle: int) -> Result:
         """Check all nodes of the round. Returns the same on all of them, but for what concerns this one."""
         start = time.monotonic()
+        if not self._passed:
+            _LOG.info("this node and %s more are checked before the workers start.", len(link.nodes) - 1)
         examination = Examination(link, link.me, len(link.nodes), crew=self._crew, terms=self._terms)
         try:
             ruling = examination.run(self._passed)

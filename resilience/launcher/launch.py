@@ -169,7 +169,7 @@ class Session:
         if result is not None and result.is_failed() and result.failures:
             raise ChildFailedError(name=self.job.name, failures=result.failures)
         if self.exit_code == exits.FINISHED and result is not None:
-            restarts = max(0, agent.cycle)
+            restarts = max(0, agent.cycle - agent.unstarted)
             ended = "enough nodes ended well, not this one" if agent.parked else "all workers ended with 0"
             _LOG.info("finished: %s, after %s restart%s.", ended, restarts, "s" * (restarts != 1))
 

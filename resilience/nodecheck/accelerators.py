@@ -171,7 +171,7 @@ def load(text: str) -> Accelerator:
     if plain in _REGISTERED:
         return _REGISTERED[plain]()
     (point, *_) = importlib.metadata.entry_points(group=GROUP, name=plain)
-    return _made(point.load(), f"the entry point {plain!r} of {GROUP}")
+    return _made(point.load(), plain)
 
 
 def _plain(word: str) -> str:
@@ -200,7 +200,7 @@ def _made(found: Any, where: str) -> Accelerator:
         raise ConfigError(
             f"{where} needs a type (torch.device) and a backend (torch.distributed). Nothing was started."
         )
-    made.name = made.name or found.__name__.lower()
+    made.name = vars(found).get("name") or where.rpartition("::")[2]  # not what it inherits from another one
     return made
 
 

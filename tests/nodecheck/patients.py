@@ -43,7 +43,7 @@ class Patient(Cpu):
         elif what == "crashes":
             os.kill(os.getpid(), signal.SIGSEGV)
         elif what == "slow":
-            time.sleep(0.3)
+            time.sleep(0.15)
         return product
 
     def synchronize(self) -> None:
