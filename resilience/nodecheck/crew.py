@@ -144,6 +144,7 @@ class Crew:
         self._environment = dict(environment)
         self._hands: list[_Hand] = []
         self._unheard: list[_Hand] = []
+        self._unready: list[_Hand] = []
         self.accelerator, self.devices = accelerator, 0
         self.host_only = False  # its devices are the host's own processors
 
@@ -162,7 +163,7 @@ class Crew:
             self.start()
             while self._unheard:
                 said = self._hear(self._unheard[0], "loading the accelerator", deadline, timeout)
-                self._unheard.pop(0)
+                self._unready.append(self._unheard.pop(0))
                 if "refused" in said:
                     self.close()
                     raise ConfigError(str(said["refused"]))
@@ -171,14 +172,23 @@ class Crew:
             if len(self._hands) >= self.devices:
                 return
 
+    def _await_ready(self) -> None:
+        """Wait until all have imported what the tasks need."""
+        deadline = time.monotonic() + LOAD_S
+        while self._unready:
+            self._hear(self._unready[0], "importing torch", deadline, LOAD_S)
+            self._unready.pop(0)
+
     def alone(self, folder: str, timeout: float) -> list[Answer]:
         """Have every device do its own task; the first also looks at the host."""
+        self._await_ready()
         for hand in self._hands:
             self._ask(hand, {"op": "alone", "folder": folder if hand.index == 0 else ""})
         return self._hear_all("the GEMM", timeout)
 
     def serve(self, timeout: float) -> int:
         """Open the store of a group; return its port."""
+        self._await_ready()
         self._ask(self._hands[0], {"op": "serve", "timeout": timeout})
         return int(self._hear(self._hands[0], "the group's store", time.monotonic() + timeout, timeout)["port"])
 
@@ -186,6 +196,7 @@ class Crew:
         self, address: tuple[str, int], tag: str, *, first: int, world: int, timeout: float, give_up: Callable[[], str]
     ) -> list[Answer]:
         """Have every device take part in a collective; ``first`` is the rank of this node's first device."""
+        self._await_ready()
         for hand in self._hands:
             self._ask(
                 hand,
@@ -207,7 +218,7 @@ class Crew:
 
     def close(self, patience: float = _LEAVE_S) -> None:
         """End all processes and what they started; returns when they are gone. They hold devices until then."""
-        hands, self._hands, self._unheard = self._hands, [], []
+        hands, self._hands, self._unheard, self._unready = self._hands, [], [], []
         for hand in hands:
             hand.let_go()
         deadline = time.monotonic() + patience

@@ -2,7 +2,8 @@
 
 1) (launcher) starts ``python -m resilience.nodecheck.process ACCELERATOR INDEX FD``
 2) (process)  loads the accelerator, says ``{"accelerator": …, "devices": …}``, or ``{"refused": …}`` for one that can't be meant
-3) (launcher) asks ``alone``, ``serve`` and ``gather``, one JSON object per line; (process) answers each with one
+3) (process)  imports what the tasks need, while the launcher does other things, and says ``{"ready": true}``
+4) (launcher) asks ``alone``, ``serve`` and ``gather``, one JSON object per line; (process) answers each with one
 
 Rule: whatever goes wrong in here is said as ``{"error": …}`` where it can be. Where it can't (a crash, a hang), the launcher knows
 from the silence, and ends this process.
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import importlib
 import json
 import os
 import signal
@@ -114,6 +116,11 @@ def main(name: str, index: int, fd: int) -> None:
         except Exception as error:  # noqa: BLE001 - a plugin's boundary: what it raises is what is to be told
             return say({"error": in_words(error)})
         say({"accelerator": accelerator.name, "type": accelerator.type, "devices": devices})
+        try:
+            importlib.import_module("torch.distributed")
+        except Exception as error:  # noqa: BLE001 - a broken installation may raise anything
+            return say({"error": in_words(error)})
+        say({"ready": True})
         worker = Worker(accelerator, index)
         for request in line:
             try:
