@@ -4,7 +4,8 @@ One node, two ranks with torch and a real gloo group, the check of the host's pr
 ``--network-check`` in turns. *launch*: from starting the command until both ranks did their first step. *restart*: from SIGKILL of
 rank 1 until both ranks did the first step of the next cycle. The check's own process imports torch: at launch that begins with the
 launcher's own setting up, at a restart with the rendezvous. *tasks*: what the launcher says the check at launch took, once its
-process knew its devices; what is left of its import is in it. *three nodes*: the same for three launchers on this machine that meet in a store, until each of them made its
+process knew its devices; what is left of its import is in it.
+*three nodes*: the same for three launchers on this machine that meet in a store, until each of them made its
 first step; they share its cores. Ratios are of medians in the same run. Not measured: devices, real networks.
 """
 
