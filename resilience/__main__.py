@@ -21,7 +21,8 @@ usage: resilience run [torchrun's options] [--ft-…] script.py [arguments]
        resilience report RUN_DIR
        resilience checkpoint list|show|verify|export|prune DIRECTORY
        resilience store [--port PORT]
-       resilience kubernetes controller|podgroup|job …
+       resilience nodecheck [--accelerator NAME] [--nnodes N --rdzv-endpoint HOST:PORT]
+       resilience kubernetes manifests|controller|uncordon|podgroup|job …
        resilience --version
 
   run         start a training script and keep it running: torchrun, with a monitor per rank
@@ -29,6 +30,7 @@ usage: resilience run [torchrun's options] [--ft-…] script.py [arguments]
   report      print what happened in a run: one block for each cycle that failed
   checkpoint  look after checkpoints on disk
   store       serve the rendezvous store on a host that does not train
+  nodecheck   check this node, alone or together with others, and say whether it is fit to train
   kubernetes  training jobs on Kubernetes: a job to start from, groups of Pods, the controller
 """
 _PLUGINS = "resilience.commands"
@@ -51,6 +53,7 @@ def main(argv: list[str] | None = None) -> int:
         "report": print_report,
         "checkpoint": keep_checkpoints,
         "store": serve_store,
+        "nodecheck": check_node,
     }
     try:
         act = commands.get(command) or plugin(command)
@@ -126,6 +129,13 @@ def serve_store(argv: list[str]) -> int:
     from resilience.launcher.store import main as serve  # noqa: PLC0415
 
     return serve(argv)
+
+
+def check_node(argv: list[str]) -> int:
+    """Check this node."""
+    from resilience.launcher.checkup import main as check  # noqa: PLC0415
+
+    return check(argv)
 
 
 def print_report(argv: list[str]) -> int:

@@ -113,7 +113,31 @@ class FailoverConfig:
     )
 
 
-COMPONENTS = (TimeoutConfig, MonitorConfig, LauncherConfig, FailoverConfig)
+@dataclass(frozen=True)
+class NodeConfig:
+    """Whether a node is fit to train, and who is told when it is not."""
+
+    network_check: bool = _setting(False, "check every node before its workers start, each time they start", "switch")
+    accelerator: str = _setting(
+        "auto",
+        "what is checked: auto (what torch finds), cpu, nvidia, ascend, one of your own, or module::Class",
+        "text",
+    )
+    exclude_straggler: bool = _setting(False, "a node that is much slower than the others must not train", "switch")
+    straggler_factor: float = _setting(2.0, "a straggler takes more than this many times the median", "positive")
+    node_check_timeout: float = _setting(60.0, "longest time of one task of the check; longer is a fault", "positive")
+    error_monitor: str = _setting(
+        "none", "who is told of faulty nodes: none, file:PATH, module::Class, or the name of an entry point", "text"
+    )
+    error_monitor_timeout: float = _setting(10.0, "longest time of one attempt to mark a node", "positive")
+    termination_log: str | None = _setting(
+        None,
+        "file for the termination message of a faulty node; default: /dev/termination-log where there is one",
+        "text",
+    )
+
+
+COMPONENTS = (TimeoutConfig, MonitorConfig, LauncherConfig, FailoverConfig, NodeConfig)
 
 ACCEPTED_WITHOUT_EFFECT = {
     "node_health_check_interval": "nothing checks nodes on a clock",
@@ -132,12 +156,13 @@ class Settings:
     monitor: MonitorConfig = MonitorConfig()
     launcher: LauncherConfig = LauncherConfig()
     failover: FailoverConfig = FailoverConfig()
+    nodes: NodeConfig = NodeConfig()
     sources: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
     def rows(self) -> Iterator[tuple[str, str, str, str]]:
         """Yield (name, value, where from, what it is) for every setting."""
-        for component in (self.timeouts, self.monitor, self.launcher, self.failover):
+        for component in (self.timeouts, self.monitor, self.launcher, self.failover, self.nodes):
             for item in dataclasses.fields(component):
                 shown = show(getattr(component, item.name), item.metadata["kind"])
                 yield item.name, shown, self.sources.get(item.name, "default"), item.metadata["doc"]
@@ -179,6 +204,7 @@ def resolve(flags: Mapping[str, str], environ: Mapping[str, str], yaml_path: str
         MonitorConfig(**part(MonitorConfig)),
         LauncherConfig(**part(LauncherConfig)),
         FailoverConfig(**part(FailoverConfig)),
+        NodeConfig(**part(NodeConfig)),
         sources,
         tuple(notes),
     )

@@ -26,7 +26,8 @@ STRAGGLER = "NodeIsStraggler"
 _BY_CODE = {14: "InfoROMCorrupted", 128: "UnknownDevice", 201: "DriverError", 202: "ResidualProcesses"}
 _MARK = "resilience"  # the key that tells our termination message from anybody's
 _VERSION = 1
-_TEXT = 2000  # Kubernetes keeps 4096 bytes of a termination message
+_TEXT = 2000
+_MOST_BYTES = 4096  # what Kubernetes keeps of a termination message
 
 
 @dataclass(frozen=True)
@@ -42,9 +43,14 @@ class NodeFault:
     at: float = 0.0
 
     def as_message(self) -> str:
-        """Return it as a termination message."""
-        fields = {**dataclasses.asdict(self), "message": self.message[:_TEXT]}
-        return json.dumps({_MARK: _VERSION, "fault": fields})
+        """Return it as a termination message, short enough to be kept whole."""
+        room = _TEXT
+        while True:
+            fields = {**dataclasses.asdict(self), "message": self.message[:room]}
+            text = json.dumps({_MARK: _VERSION, "fault": fields})
+            if len(text) <= _MOST_BYTES or room < 2:
+                return text
+            room //= 2  # letters that JSON spells with six characters each
 
 
 def of_code(node: str, code: int, *, run: str = "", at: float = 0.0) -> NodeFault | None:
@@ -73,7 +79,8 @@ def _checked(found: dict[str, Any]) -> NodeFault | None:
         return None
     if not (code is None or type(code) is int) or type(at) not in (int, float):
         return None
-    return NodeFault(*(str(word) for word in words), code=code, run=run, at=float(at))
+    node, reason, message = (str(word) for word in words)
+    return NodeFault(node, reason, message, code=code, run=run, at=float(at))
 
 
 class ErrorMonitor(ABC):
@@ -83,5 +90,5 @@ class ErrorMonitor(ABC):
     def mark(self, fault: NodeFault) -> None:
         """Mark the node unschedulable, once however often it is told; raise where that failed, and it is tried again."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - most have nothing to let go of
         """Let go of whatever is held."""

@@ -17,6 +17,7 @@ UNFIT = 80  # this node failed its check and never trained; the job goes on with
 
 MEANINGS = {
     FAILED: "failed, or ended by a signal",
+    USAGE: "nothing was started: a flag or a setting can't be meant",
     CUT_OFF: "this node lost its job; try again",
     NODE_LEFT: "this node left the job; replace it",
     ABORTED: "restarting can't help",

@@ -3,7 +3,8 @@
 Everything private of torch that we override or read is in this file, and ``tests/launcher/test_torch_seams.py`` pins the
 signatures. torch starts, polls and stops the workers; when to do what is ours:
 
-1) rendezvous, and one agreement for the job (:mod:`agreement`): cycle number, nodes, what was learned and has failed
+1) rendezvous, and one agreement for the job (:mod:`agreement`): cycle number, nodes, what was learned and has failed; then the
+   node check, if there is to be one (:class:`fitness.Fitness`)
 2) start, with fresh pages and monitors on every rank (:class:`hub.Hub`)
 3) watch (:class:`vigil.Vigil`): a failure, a hang, silence, a request, a verdict of another node, newcomers, the end
 4) on any of them a verdict (:class:`court.Court`), the same on every node, and obey it: back to 1), or out
@@ -17,6 +18,7 @@ import logging
 import os
 import signal
 import socket
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -30,14 +32,17 @@ from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
 from resilience import config
 from resilience.failover import sentence
+from resilience.failover.error_monitor import NodeFault, of_code
 from resilience.failover.history import History
 from resilience.failover.restart_policy import LEFT
 from resilience.launcher import cuda, lines
 from resilience.launcher.agreement import Agreement, Node, agree
 from resilience.launcher.coroner import Coroner, Papers, torch_can_read
 from resilience.launcher.court import Court, Cycle, Verdict
+from resilience.launcher.fitness import Fitness
 from resilience.launcher.hub import Hub
 from resilience.launcher.link import Link
+from resilience.launcher.meeting import NotWanted
 from resilience.launcher.roster import Outcome
 from resilience.launcher.signals import Signals
 from resilience.launcher.venue import Venue
@@ -66,6 +71,8 @@ class Agent(LocalElasticAgent):  # type: ignore[misc]  # torch is untyped here
         on_stuck: Callable[[str], None],
         heed_signals: Callable[[], AbstractContextManager[None]],
         rendezvous_limit: float,
+        fitness: Fitness | None = None,
+        on_fault: Callable[[NodeFault], None] = lambda _: None,
         **options: Any,
     ) -> None:
         super().__init__(spec=spec, logs_specs=logs_specs, **options)
@@ -77,8 +84,11 @@ class Agent(LocalElasticAgent):  # type: ignore[misc]  # torch is untyped here
         self._on_stuck = on_stuck
         self._heed_signals = heed_signals
         self._rendezvous_limit = rendezvous_limit
+        self._fitness = fitness
+        self._on_fault = on_fault
         self._stop_grace = float(options["shutdown_timeout"])
         self.cycle = -1
+        self.unstarted = 0  # cycles whose workers were never started: a node failed its check
         self.outcome: Outcome | None = None
         self._case = Cycle()
         self._link: Link | None = None
@@ -93,6 +103,13 @@ class Agent(LocalElasticAgent):  # type: ignore[misc]  # torch is untyped here
     # -- torch's hooks ----------------------------------------------------------------------------------------------
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        if self._fitness is not None:
+            self._fitness.begin()
+        self._meet(worker_group)
+        while self._fitness is not None and not self._all_fit(self._fitness):
+            self._meet(worker_group)
+
+    def _meet(self, worker_group: WorkerGroup) -> None:
         with self._heed_signals(), self._watchdog.phase("the rendezvous did not complete", self._rendezvous_limit):
             for attempt in range(_MEETINGS):
                 try:
@@ -194,6 +211,28 @@ class Agent(LocalElasticAgent):  # type: ignore[misc]  # torch is untyped here
             exit_timeout=self._exit_barrier_timeout,
         )
 
+    def _all_fit(self, fitness: Fitness) -> bool:
+        """Check the nodes of this round. Who is unfit ends here; False when the others come together again, without it."""
+        assert self._link is not None
+        with self._watchdog.phase("the node check did not end", fitness.limit):
+            result = fitness.examine(self._link, self.cycle)
+        for verdict in result.verdicts:
+            self._venue.enact(verdict, whole_job=False)
+        if result.report is not None:
+            self._publish({**result.report, "last": result.outcome is not None})
+        if result.fault is not None:
+            self._on_fault(result.fault)
+        if result.outcome is not None:
+            self._link.set_state(LEFT)
+            self._venue.stay_if_needed(self._watchdog.turn)
+            raise NotWanted(result.outcome)
+        if not result.may_start and not self._venue.has_roster:
+            raise RendezvousConnectionError("a node failed its check, and this rendezvous can't go on without it")
+        if not result.may_start:
+            self.unstarted += 1
+            fitness.warm()
+        return result.may_start
+
     def _testify(self) -> dict[str, Any]:
         assert self._vigil is not None
         return self._vigil.testify()
@@ -239,6 +278,7 @@ class Agent(LocalElasticAgent):  # type: ignore[misc]  # torch is untyped here
         if _goes_on(order, leaves):
             return None
         self.outcome = Outcome(order["exit_code"], order["detail"])
+        self._tell_of_broken_device(verdict)
         failures = self._failures(group)
         super()._shutdown(signal.SIGTERM, 1)
         group.state = WorkerState.FAILED
@@ -248,6 +288,17 @@ class Agent(LocalElasticAgent):  # type: ignore[misc]  # torch is untyped here
         else:
             self._say_goodbye()
         return RunResult(WorkerState.FAILED, failures=failures)
+
+    def _tell_of_broken_device(self, verdict: Verdict) -> None:
+        """Have this node marked, if a worker of it ended with a code of the hardware."""
+        culprit = verdict["report"]["culprit"] if "report" in verdict else {}
+        assert self._link is not None
+        if culprit.get("node") == self._link.me:
+            name, run, now = self._venue.name, self._venue.handler.get_run_id(), time.time()
+            codes = [code for code in (culprit.get("exit_code"), culprit.get("error_code")) if code is not None]
+            faults = [fault for code in codes if (fault := of_code(name, code, run=run, at=now)) is not None]
+            for fault in faults[:1]:
+                self._on_fault(fault)
 
     def _say_goodbye(self) -> None:
         """Let everybody read how the job ended before the store goes with us."""

@@ -61,6 +61,14 @@ def add_settings(parser: Parser) -> None:
         initial = item.default_factory() if callable(item.default_factory) else item.default
         help_text = f"{item.metadata['doc']} (default: {show(initial, item.metadata['kind'])})"
         group.add_argument(*_spellings(name), dest=f"ft_{name}", metavar="X", help=help_text)
+    for name in _ALSO_AS_SWITCHES:
+        group.add_argument(
+            *dict.fromkeys((f"--{name.replace('_', '-')}", f"--{name}")),
+            dest=f"ft_{name}",
+            action="store_const",
+            const="true",
+            help=f"the same as --ft-{name.replace('_', '-')}=true",
+        )
     for name in ACCEPTED_WITHOUT_EFFECT:
         group.add_argument(*_spellings(name), dest=f"ft_{name}", help=argparse.SUPPRESS)
     group.add_argument(
@@ -73,7 +81,8 @@ def add_settings(parser: Parser) -> None:
     group.add_argument("--ignore-missing-fault-tol-cfg", action="store_true", help=argparse.SUPPRESS)
 
 
-_ALSO_WITHOUT_PREFIX = ("restart_policy", "dynamic_failover_extension")
+_ALSO_WITHOUT_PREFIX = ("restart_policy", "dynamic_failover_extension", "accelerator")
+_ALSO_AS_SWITCHES = ("network_check", "exclude_straggler")  # without a value, as dlrover-run has them
 
 
 def _spellings(name: str) -> list[str]:
@@ -138,6 +147,9 @@ def _run(args: Any, settings: Settings) -> int:
     session = Session(_job(args, settings))
     try:
         record(session.run)()  # torch's record: an outer launcher finds the first failure in its error file
+    except ConfigError:  # an accelerator that only its own process could try
+        session.exit_code = exits.USAGE
+        raise
     except ChildFailedError:
         pass  # reported, and the session knows its exit code
     except SignalException as stop:

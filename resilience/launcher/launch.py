@@ -20,14 +20,17 @@ from torch.distributed.launcher.api import LaunchConfig
 
 from resilience import config
 from resilience.config import Settings
-from resilience.failover import exits
+from resilience.failover import exits, marking
+from resilience.failover.error_monitor import NodeFault
 from resilience.failover.extension import Extension
 from resilience.failover.failure import HARDWARE_CODES
+from resilience.failover.marking import Marker
 from resilience.groups import topology
 from resilience.launcher import cuda, deadlines, lines, rundir
 from resilience.launcher.agent import Agent
 from resilience.launcher.coroner import Coroner
 from resilience.launcher.court import Court
+from resilience.launcher.fitness import Fitness
 from resilience.launcher.hub import Hub
 from resilience.launcher.logs import Console, CycleLogs
 from resilience.launcher.meeting import NotWanted
@@ -62,18 +65,39 @@ class Session:
         self.exit_code = exits.FAILED
         path, timeout = job.settings.failover.dynamic_failover_extension, job.settings.failover.failover_timeout
         self.extension = Extension(path, timeout) if path else None
+        nodes = job.settings.nodes
+        self.marker = Marker(nodes.error_monitor, nodes.error_monitor_timeout)
         self.run_dir = rundir.make_run_dir(job.settings.launcher.run_dir, job.launch.run_id)
+        self.fitness = self._fitness() if nodes.network_check else None
         self.scratch = rundir.Scratch()
         try:
             self.hub = Hub(job.settings, job.launch.nproc_per_node, self.scratch.path)
         except BaseException:
             self.scratch.remove()
+            if self.fitness is not None:
+                self.fitness.close()
             raise
         self.console = Console()
         lines.speak_through(self.console.say)
         self.last_words: reports.Report | None = None
         self.agent: Agent | None = None
         self._prompt = Prompt(self.end_promptly)
+
+    def _fitness(self) -> Fitness:
+        launch = self.job.launch
+        return Fitness(
+            self.job.settings.nodes,
+            run_dir=str(self.run_dir),
+            run_id=launch.run_id,
+            wanted=launch.nproc_per_node,
+            address=launch.local_addr,
+        )
+
+    def tell_of(self, fault: NodeFault) -> None:
+        """Report that this node is faulty: to a controller that reads the termination message, and to the error monitor."""
+        _LOG.error("node %s is faulty (%s): %s", fault.node, fault.reason, fault.message)
+        marking.leave_message(fault, self.job.settings.nodes.termination_log)
+        self.marker.tell(fault)
 
     def run(self) -> None:
         """Run the job to its end. Raises ``ChildFailedError`` or ``SignalException`` as torch does."""
@@ -93,6 +117,8 @@ class Session:
         _LOG.info("reports and logs: %s", self.run_dir)
         deadlines.announce(launch, settings)
         coroner = Coroner()
+        if self.fitness is not None:
+            self.fitness.load()
         with self._prompt.heed():
             venue = open_venue(_rendezvous(launch), settings)
         self.agent = Agent(
@@ -113,6 +139,8 @@ class Session:
             on_stuck=self.cut_off,
             heed_signals=self._prompt.heed,
             rendezvous_limit=deadlines.rendezvous_limit(launch),
+            fitness=self.fitness,
+            on_fault=self.tell_of,
             start_method=launch.start_method,
             log_line_prefix_template=launch.log_line_prefix_template,
             shutdown_timeout=launch.shutdown_timeout,
@@ -143,7 +171,7 @@ class Session:
         if result is not None and result.is_failed() and result.failures:
             raise ChildFailedError(name=self.job.name, failures=result.failures)
         if self.exit_code == exits.FINISHED and result is not None:
-            restarts = max(0, agent.cycle)
+            restarts = max(0, agent.cycle - agent.unstarted)
             ended = "enough nodes ended well, not this one" if agent.parked else "all workers ended with 0"
             _LOG.info("finished: %s, after %s restart%s.", ended, restarts, "s" * (restarts != 1))
 
@@ -244,11 +272,14 @@ class Session:
         """Take everything down, in order; show what there is to say last."""
         if self.agent is not None:
             self.agent.close()
+        if self.fitness is not None:
+            self.fitness.close()
         self.hub.end_ranks(signal.SIGKILL, 0.0)
         self.scratch.remove()  # before the monitors go: they take it away if we are killed first
         self.hub.close()
         if self.extension is not None:
             self.extension.close()
+        self.marker.close()
         if self.last_words is not None:
             self._show(self.last_words)
         if self.exit_code != exits.FINISHED:

@@ -251,6 +251,7 @@ def as_text(report: Report, run_dir: str) -> str:
     """Return the block that closes a cycle."""
     culprit = report["culprit"]
     who = f"rank {culprit['rank']}" if culprit["rank"] is not None else "unknown rank"
+    who = f"node {culprit['node']}" if culprit["kind"] == "check" else who
     sections = " > ".join(f"{item['name']} ({item['age_s']:.1f} s)" for item in culprit["sections"]) or "none open"
     step = f"after step {culprit['step']}" if culprit["step"] is not None else "step unknown"
     pid = f", pid {culprit['pid']}" if culprit["pid"] is not None else ""
@@ -263,6 +264,8 @@ def as_text(report: Report, run_dir: str) -> str:
     ]
     if causes:
         lines.append(f"because   {' ← '.join(causes)}")
+    if culprit["kind"] == "check":  # nothing ran yet
+        lines = [*lines[:1], *([f"but       {report['note']}"] if report["note"] else [])]
     if report["victims"]:
         lines.append(f"victims   {report['waiting'] or ranks_in_words(report['victims'])}")
     if culprit["stack"]:

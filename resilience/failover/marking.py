@@ -1,0 +1,270 @@
+"""Telling the configured :class:`ErrorMonitor` of faulty nodes, and leaving a termination message.
+
+A monitor is anybody's code and calls services. Each attempt runs in a process of its own, with a deadline, from a thread beside the
+launcher: it may hang, leak or crash, and nothing waits for it but the launcher's very end, and that not for long.
+
+1) (launcher) ``Marker(spec)`` at start: a wrong name, class or file is found before anything is started
+2) (launcher) ``tell(fault)``: returns at once; attempts follow, with growing pauses
+3) (launcher) ``close()``: waits a little for what is under way; what could not be marked is said, with what to do
+
+Rule: a fault that was told is marked, or there is a line in the log that says that it was not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import fcntl
+import importlib
+import importlib.metadata
+import inspect
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from resilience.errors import ConfigError, nearest
+from resilience.failover.error_monitor import ErrorMonitor, NodeFault, from_message
+
+_LOG = logging.getLogger("resilience.launcher")
+GROUP = "resilience.error_monitors"
+NONE = "none"
+_FILE = "file:"
+_IMPORT_S = 60.0
+_PAUSES_S = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)  # and then every 30 s
+_REFUSED = 2
+_LEAVE_S = 2.0
+_PR_SET_PDEATHSIG = 1
+TERMINATION_LOG = "/dev/termination-log"
+
+
+class FileMonitor(ErrorMonitor):
+    """Keeps faulty nodes in a file, one JSON object per line, for whoever acts on them. It is only ever added to."""
+
+    def __init__(self, path: str) -> None:
+        self.path = Path(path).expanduser()
+
+    def mark(self, fault: NodeFault) -> None:
+        """Add a line, unless it is there, and see that it is on the disk."""
+        is_new = not self.path.exists()
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("a+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)  # launchers may share the file
+            file.seek(0)
+            lines = file.read()
+            entry = dataclasses.asdict(fault)
+            if any(_read(line) == entry for line in lines.splitlines()):
+                return
+            torn = bool(lines) and not lines.endswith(b"\n")  # by somebody who was killed
+            file.write(b"\n" * torn + json.dumps(entry).encode() + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+        if is_new:
+            folder = os.open(self.path.parent, os.O_RDONLY)
+            try:
+                os.fsync(folder)
+            finally:
+                os.close(folder)
+
+
+def _read(line: bytes) -> Any:
+    try:
+        return json.loads(line)
+    except ValueError:
+        return None
+
+
+def load(spec: str) -> ErrorMonitor:
+    """Make the monitor that ``--ft-error-monitor`` names; raise :class:`ConfigError` where there is none."""
+    word = spec.strip()
+    if word.startswith(_FILE) and len(word) > len(_FILE):
+        return FileMonitor(word[len(_FILE) :])
+    module_name, separator, name = word.partition("::")
+    if separator and module_name and name:
+        try:
+            found = getattr(importlib.import_module(module_name), name)
+        except (ImportError, AttributeError) as error:
+            raise ConfigError(f"error_monitor={spec!r}: {error}. Nothing was started.") from error
+        return _made(found, spec)
+    points = {point.name: point for point in importlib.metadata.entry_points(group=GROUP)}
+    if word not in points:
+        close = nearest(word.partition(":")[0], [NONE, "file", *points])
+        known = ", ".join([NONE, "file:PATH", "module::Class", *points])
+        raise ConfigError(f"error_monitor={spec!r} is not known.{close} Known are {known}. Nothing was started.")
+    return _made(points[word].load(), spec)
+
+
+def _made(found: Any, spec: str) -> ErrorMonitor:
+    if not isinstance(found, type) or not issubclass(found, ErrorMonitor):
+        raise ConfigError(
+            f"error_monitor={spec!r} does not derive from resilience.failover.error_monitor.ErrorMonitor."
+        )
+    if inspect.isabstract(found):
+        missing = ", ".join(sorted(found.__abstractmethods__))
+        raise ConfigError(f"error_monitor={spec!r} does not define {missing}. Nothing was started.")
+    return found()
+
+
+class Marker:
+    """The launcher's side. ``spec`` is the setting; with ``none`` nobody is told."""
+
+    def __init__(self, spec: str, timeout: float) -> None:
+        """Try the monitor out; raise :class:`ConfigError` for anything that is wrong with it."""
+        self._spec = spec
+        self._timeout = timeout
+        self._open: dict[NodeFault, str] = {}  # what is not marked yet, with the last error
+        self._changed = threading.Condition()
+        self._closing = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._attempt: subprocess.Popen[bytes] | None = None
+        if spec != NONE:
+            why = self._run("rehearse", b"", _IMPORT_S)
+            if why:
+                raise ConfigError(
+                    why if "error_monitor" in why else f"error_monitor={spec!r}: {why}. Nothing was started."
+                )
+
+    def tell(self, fault: NodeFault) -> None:
+        """Have a node marked, behind the launcher's back; the same fault twice is one."""
+        if self._spec == NONE:
+            return
+        with self._changed:
+            self._open.setdefault(fault, "there was no time for an attempt")
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="resilience-marking", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Wait for what is under way, not longer than one attempt may take; say what could not be marked."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._open, self._timeout)
+            self._closing.set()
+            self._changed.notify_all()
+            left, self._open = self._open, {}
+            attempt = self._attempt
+        if attempt is not None:
+            _kill(attempt)
+        if self._thread is not None:
+            self._thread.join(_LEAVE_S)
+        for fault, why in left.items():
+            _LOG.error(
+                "node %s is NOT marked as faulty (%s): %s says: %s. Take it out of scheduling by hand. What is wrong with it: %s",
+                fault.node,
+                fault.reason,
+                self._spec,
+                why,
+                fault.message,
+            )
+
+    def _work(self) -> None:
+        tries: dict[NodeFault, tuple[int, float]] = {}
+        while True:
+            with self._changed:
+                if self._closing.is_set():
+                    return
+                now = time.monotonic()
+                due = min(self._open, key=lambda fault: tries.get(fault, (0, 0.0))[1], default=None)
+                when = tries.get(due, (0, 0.0))[1] if due is not None else now + 60.0
+                if due is None or when > now:
+                    self._changed.wait(when - now)
+                    continue
+            why = self._run("mark", due.as_message().encode(), self._timeout)
+            count = tries.get(due, (0, 0.0))[0]
+            with self._changed:
+                if self._closing.is_set():
+                    return
+                if not why:
+                    _LOG.info("node %s is marked as faulty (%s) by %s.", due.node, due.reason, self._spec)
+                    self._open.pop(due, None)
+                else:
+                    _LOG.warning("node %s could not be marked as faulty: %s. It is tried again.", due.node, why)
+                    self._open[due] = why
+                    pause = _PAUSES_S[min(count, len(_PAUSES_S) - 1)]
+                    tries[due] = (count + 1, time.monotonic() + pause)
+                self._changed.notify_all()
+
+    def _run(self, verb: str, text: bytes, timeout: float) -> str:
+        """Run one attempt; return what went wrong, or an empty string."""
+        command = [sys.executable, "-m", "resilience.failover.marking", verb, self._spec]
+        try:
+            self._attempt = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                start_new_session=True,
+            )
+        except OSError as error:
+            return f"it could not be started: {error}"
+        try:
+            _, said = self._attempt.communicate(text, timeout)
+        except subprocess.TimeoutExpired:
+            return f"it did not {verb} within {timeout:g} s"
+        finally:
+            _end(self._attempt)
+        if self._attempt.returncode == 0:
+            return ""
+        lines = said.decode("utf-8", "replace").strip().splitlines()
+        return lines[-1] if lines else f"its process ended with {self._attempt.returncode}"
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """End a process and what it started."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a process and what it started, and hear no more of it."""
+    _kill(process)
+    for stream in (process.stdin, process.stderr):
+        if stream is not None:
+            with contextlib.suppress(OSError):
+                stream.close()
+
+
+def leave_message(fault: NodeFault, path: str | None) -> None:
+    """Write the termination message. ``path`` None: to a Kubernetes container's own place, where there is one."""
+    target = Path(path or TERMINATION_LOG)
+    if path is None and not (target.is_file() and os.access(target, os.W_OK)):
+        return
+    try:
+        target.write_text(fault.as_message(), encoding="utf-8")
+    except OSError as error:
+        _LOG.error("the termination message could not be written to %s: %s.", target, error.strerror or error)
+
+
+def main(verb: str, spec: str, told: Callable[[], str] = sys.stdin.read) -> int:
+    """One attempt, in a process of its own; what goes wrong is the last line of stderr."""
+    text = told()
+    try:
+        monitor = load(spec)
+        if verb == "mark":
+            fault = from_message(text)
+            if fault is None:
+                raise ConfigError(f"this is no fault: {text[:100]!r}")
+            monitor.mark(fault)
+        monitor.close()
+    except ConfigError as error:
+        sys.stderr.write(f"{error}\n")
+        return _REFUSED
+    except Exception as error:  # noqa: BLE001 - a plugin's boundary
+        sys.stderr.write(f"{type(error).__name__}: {' '.join(str(error).split())}\n")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))  # a killed launcher leaves nothing behind
+    sys.exit(main(sys.argv[1], sys.argv[2]))

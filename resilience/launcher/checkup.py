@@ -1,0 +1,187 @@
+"""``resilience nodecheck``: the node check by hand, on one node or on several that meet in a store.
+
+The check is the launcher's own (:mod:`resilience.nodecheck`); only the board is another one: no cycle runs, so there is no line
+between launchers. A node that is gone is found by its silence alone.
+
+Exit codes: 0 fit, 80 unfit, 75 can't be told, or the other nodes did not come, 2 a flag that can't be meant.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from resilience import config
+from resilience.config import Settings
+from resilience.errors import ConfigError, UnsupportedPlatform
+from resilience.failover import exits
+from resilience.launcher import lines
+from resilience.launcher.cli import Parser, add_settings, settings_from
+from resilience.nodecheck import accelerators, pairing
+from resilience.nodecheck.crew import Crew
+from resilience.nodecheck.exchange import Board, Examination, Interrupted, Terms
+from resilience.nodecheck.judging import Ruling, as_table
+
+_LOG = logging.getLogger("resilience.launcher")
+_JOIN_S = 600
+_STAY_S = 30.0
+
+
+class Alone:
+    """The board of a node that is alone."""
+
+    def __init__(self) -> None:
+        self._keys: dict[str, str] = {}
+
+    def post(self, key: str, text: str) -> None:
+        """See :class:`Board`."""
+        self._keys[key] = text
+
+    def peek(self, key: str) -> str | None:
+        """See :class:`Board`."""
+        return self._keys.get(key)
+
+    def lost_nodes(self) -> Mapping[int, str]:
+        """See :class:`Board`."""
+        return {}
+
+
+class StoreBoard(Alone):
+    """A board in torch's store."""
+
+    def __init__(self, store: Any) -> None:
+        super().__init__()
+        self._store = store
+
+    def post(self, key: str, text: str) -> None:
+        """See :class:`Board`."""
+        super().post(key, text)
+        self._store.set(key, text)
+
+    def peek(self, key: str) -> str | None:
+        """See :class:`Board`."""
+        own = super().peek(key)
+        return own if own is not None else bytes(self._store.get(key)).decode() if self._store.check([key]) else None
+
+
+def main(argv: list[str]) -> int:
+    """Check; print a table and a verdict; return the exit code."""
+    if sys.platform != "linux":
+        raise UnsupportedPlatform(f"resilience nodecheck needs Linux; this is {sys.platform}.")
+    parser = Parser(prog="resilience nodecheck", description="Check whether this node is fit to train.")
+    parser.add_argument("--nnodes", default="1", help="nodes that check each other: a number, or MIN:MAX (default: 1)")
+    parser.add_argument(
+        "--rdzv-endpoint", "--rdzv_endpoint", default="", metavar="HOST:PORT", help="where the nodes meet"
+    )
+    parser.add_argument(
+        "--rdzv-id", "--rdzv_id", default="nodecheck", help="the same on all nodes (default: nodecheck)"
+    )
+    parser.add_argument(
+        "--rdzv-conf", "--rdzv_conf", default="", help="as of `resilience run`: is_host, join_timeout, …"
+    )
+    parser.add_argument("--nproc-per-node", "--nproc_per_node", type=int, default=1, help="devices that must be there")
+    parser.add_argument("--local-addr", "--local_addr", default=None, help="where other nodes reach this one")
+    add_settings(parser)
+    args = parser.parse_args(argv)
+    settings = settings_from(args)
+    lines.start(settings.launcher.log_level)
+    accelerators.check_name(settings.nodes.accelerator)
+    crew = Crew(settings.nodes.accelerator, config.environment())
+    try:
+        crew.start()
+        return _check(args, settings, crew)
+    finally:
+        crew.close()
+
+
+@dataclass(frozen=True)
+class Party:
+    """Who checks whom. ``venue`` serves the store for as long as it is held."""
+
+    board: Board
+    me: int
+    names: tuple[str, ...]
+    venue: Any = None
+
+    def leave(self) -> None:
+        """Go. Whoever serves the store goes last: the others must have read the ruling."""
+        self.board.post(f"done/{self.me}", str(os.getpid()))
+        if self.venue is None:
+            return
+        self.venue.leave()  # the next check in the same store begins anew
+        deadline = time.monotonic() + (_STAY_S if self.venue.hosts_the_store else 0.0)
+        others = range(len(self.names))
+        while time.monotonic() < deadline and any(self.board.peek(f"done/{node}") is None for node in others):
+            time.sleep(0.05)
+
+
+def _check(args: Any, settings: Settings, crew: Crew) -> int:
+    from torch.distributed.elastic.rendezvous import RendezvousError  # noqa: PLC0415
+
+    try:
+        party = _meet(args, settings)
+    except RendezvousError as error:
+        sys.stderr.write(f"resilience nodecheck: the nodes did not come together at {args.rdzv_endpoint}: {error}\n")
+        return exits.CUT_OFF
+    terms = Terms(
+        folder=settings.launcher.run_dir or str(Path.cwd()),
+        address=args.local_addr or socket.getfqdn(),
+        wanted=args.nproc_per_node,
+        timeout=settings.nodes.node_check_timeout,
+        rule=pairing.Rule(settings.nodes.straggler_factor),
+    )
+    start = time.monotonic()
+    try:
+        ruling = Examination(party.board, party.me, len(party.names), crew=crew, terms=terms).run()
+        code = _code(ruling, party.me, settings)
+        verdict = f"{party.names[party.me]}: {ruling.judgements[party.me].state}"
+        took = time.monotonic() - start
+        sys.stdout.write(f"{as_table(ruling, party.names)}\n{verdict} ({took:.1f} s), exit code {code}\n")
+        sys.stdout.flush()
+        party.leave()
+    except (Interrupted, RuntimeError) as why:  # RuntimeError: torch's, of a store that is gone
+        sys.stderr.write(f"resilience nodecheck: {why}. There is no verdict on this node.\n")
+        return exits.CUT_OFF
+    return code
+
+
+def _code(ruling: Ruling, me: int, settings: Settings) -> int:
+    if any(item.node == me for item in ruling.unfit(settings.nodes.exclude_straggler)):
+        return exits.UNFIT
+    return exits.CUT_OFF if ruling.judgements[me].state == pairing.UNDECIDED else exits.FINISHED
+
+
+def _meet(args: Any, settings: Settings) -> Party:
+    """Come together with the other nodes, if there are to be any."""
+    name = settings.failover.node_name or socket.gethostname()
+    if args.nnodes == "1":
+        return Party(Alone(), 0, (name,))
+    if not args.rdzv_endpoint:
+        raise ConfigError(f"--nnodes={args.nnodes} needs --rdzv-endpoint=HOST:PORT, the same on all nodes.")
+    from torch.distributed.elastic.rendezvous import RendezvousParameters  # noqa: PLC0415
+    from torch.distributed.run import parse_min_max_nnodes  # noqa: PLC0415
+
+    from resilience.launcher.venue import open_venue  # noqa: PLC0415
+
+    try:
+        least, most = parse_min_max_nnodes(args.nnodes)
+        words = [word.partition("=") for word in args.rdzv_conf.split(",") if word]
+        conf = {"join_timeout": _JOIN_S, **{key.strip(): value.strip() for key, _, value in words}}
+        parameters = RendezvousParameters(
+            "c10d", args.rdzv_endpoint, args.rdzv_id, least, most, args.local_addr, **conf
+        )
+    except (ValueError, RuntimeError) as error:
+        raise ConfigError(f"--nnodes={args.nnodes}, --rdzv-conf={args.rdzv_conf}: {error}") from error
+    venue = open_venue(parameters, settings)
+    info = venue.handler.next_rendezvous()
+    board = StoreBoard(info.store)
+    board.post(f"name/{info.rank}", name)
+    names = tuple(bytes(info.store.get(f"name/{node}")).decode() for node in range(info.world_size))
+    return Party(board, info.rank, names, venue)

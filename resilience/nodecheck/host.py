@@ -1,0 +1,122 @@
+"""Checks of the host itself, cheap enough for every start: disk, memory, shared memory.
+
+Runs in a check process: a file system that hangs is a fault of the node, and never of the launcher. A shortage that would end
+training within minutes is a fault; one that may be meant is a warning.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+_MIB = 1 << 20
+LEAST_DISK_MIB = 64  # of the run's directory: reports and logs
+LEAST_MEMORY_MIB = 256
+LEAST_SHM_MIB = 16  # /dev/shm: torch's data loaders
+_PROBE = os.urandom(1 << 16)
+_PRESSED = 0.05
+
+
+@dataclass
+class Findings:
+    """What was found: figures by name, what is wrong, what is only worth a word."""
+
+    figures: dict[str, float] = field(default_factory=dict)
+    faults: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+
+def look(
+    folder: str, *, proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup"), shm: str = "/dev/shm"
+) -> Findings:
+    """Look at the host. ``folder`` is the run's directory."""
+    found = Findings()
+    _disk(found, folder)
+    _memory(found, proc, cgroup)
+    _shared_memory(found, shm)
+    return found
+
+
+def _disk(found: Findings, folder: str) -> None:
+    path = Path(folder) / f".nodecheck-{os.getpid()}"
+    start = time.perf_counter()
+    try:
+        room = os.statvfs(folder)
+        free = room.f_bavail * room.f_frsize / _MIB
+        found.figures["disk_free_mib"] = free
+        if free < LEAST_DISK_MIB:
+            found.faults.append(f"{folder} has {free:.0f} MiB left, {LEAST_DISK_MIB} MiB are the least")
+            return
+        with path.open("wb") as file:
+            file.write(_PROBE)
+            file.flush()
+            os.fsync(file.fileno())
+        if path.read_bytes() != _PROBE:
+            found.faults.append(f"what was written to {folder} is not what is read from it")
+    except OSError as error:
+        found.faults.append(f"{folder} can't be written: {error.strerror or error}")
+    finally:
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
+    found.figures["disk_write_ms"] = 1e3 * (time.perf_counter() - start)
+
+
+def _memory(found: Findings, proc: Path, cgroup: Path) -> None:
+    rows = (line.split() for line in (proc / "meminfo").read_text(encoding="ascii").splitlines())
+    known = {row[0].rstrip(":"): int(row[1]) / 1024 for row in rows if len(row) > 1}
+    total, free = known.get("MemTotal", 0.0), known.get("MemAvailable", known.get("MemFree", 0.0))
+    limit = _number(cgroup / "memory.max") or _number(cgroup / "memory" / "memory.limit_in_bytes")
+    used = _number(cgroup / "memory.current") or _number(cgroup / "memory" / "memory.usage_in_bytes")
+    if limit is not None and used is not None and limit / _MIB < total:
+        held = used - min(used, _cached(cgroup))  # the kernel gives back what only caches files
+        total, free = limit / _MIB, min(free, (limit - held) / _MIB)
+    found.figures |= {"memory_mib": total, "memory_free_mib": free}
+    if free < LEAST_MEMORY_MIB:
+        found.faults.append(f"{free:.0f} MiB of memory are left, {LEAST_MEMORY_MIB} MiB are the least")
+    elif free < _PRESSED * total:
+        found.warnings.append(f"{free:.0f} of {total:.0f} MiB of memory are left")
+
+
+def _number(path: Path) -> int | None:
+    try:
+        text = path.read_text(encoding="ascii").strip()
+    except OSError:
+        return None
+    return int(text) if text.isdecimal() else None
+
+
+def _cached(cgroup: Path) -> int:
+    for path in (cgroup / "memory.stat", cgroup / "memory" / "memory.stat"):
+        with contextlib.suppress(OSError):
+            rows = (line.split() for line in path.read_text(encoding="ascii").splitlines())
+            return sum(int(row[1]) for row in rows if row and row[0] in ("inactive_file", "active_file"))
+    return 0
+
+
+def _shared_memory(found: Findings, shm: str) -> None:
+    """Snapshots are in memfds, the data loaders' batches in /dev/shm."""
+    try:
+        fd = os.memfd_create("resilience-nodecheck")
+        try:
+            os.ftruncate(fd, _MIB)
+            with mmap.mmap(fd, _MIB) as memory:
+                memory[: len(_PROBE)] = _PROBE
+                if memory[: len(_PROBE)] != _PROBE:
+                    found.faults.append("shared memory does not keep what is written to it")
+        finally:
+            os.close(fd)
+    except OSError as error:
+        found.faults.append(f"there is no shared memory (memfd): {error.strerror or error}")
+    try:
+        room = os.statvfs(shm)
+    except OSError:
+        found.warnings.append(f"there is no {shm}; data loaders with worker processes need it")
+        return
+    free = room.f_bavail * room.f_frsize / _MIB
+    found.figures["shm_free_mib"] = free
+    if free < LEAST_SHM_MIB:
+        found.warnings.append(f"{shm} has {free:.0f} MiB left; data loaders with worker processes need more")

@@ -1,0 +1,211 @@
+"""Marking faulty nodes: told once, marked once, tried again, never lost without a word, and never in the launcher's way."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from resilience.errors import ConfigError
+from resilience.failover.error_monitor import ErrorMonitor, NodeFault, from_message, of_code
+from resilience.failover.marking import FileMonitor, Marker, leave_message, load
+from tests.jobs import wait_for
+
+FAULT = NodeFault("gpu-07", "DriverError", "a worker ended with exit code 201: driver error", 201, "job", 12.5)
+
+
+def lines(path: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+# -- the file
+
+
+def test_file_has_one_line_for_a_fault_however_often_it_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "faults.jsonl"
+    for _ in range(3):
+        FileMonitor(str(path)).mark(FAULT)
+    other = dataclasses.replace(FAULT, node="gpu-08")
+    FileMonitor(str(path)).mark(other)
+    assert lines(path) == [dataclasses.asdict(FAULT), dataclasses.asdict(other)]
+
+
+def test_torn_line_costs_nothing_but_itself(tmp_path: Path) -> None:
+    path = tmp_path / "faults.jsonl"
+    path.write_text('{"node": "gpu-0')
+    FileMonitor(str(path)).mark(FAULT)
+    FileMonitor(str(path)).mark(FAULT)
+    assert [json.loads(line) for line in path.read_text().splitlines()[1:]] == [dataclasses.asdict(FAULT)]
+
+
+def test_launchers_that_share_a_file_lose_no_line(tmp_path: Path) -> None:
+    path = tmp_path / "faults.jsonl"
+    faults = [dataclasses.replace(FAULT, node=f"gpu-{number}") for number in range(20)]
+    threads = [threading.Thread(target=FileMonitor(str(path)).mark, args=(fault,)) for fault in faults]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert {str(line["node"]) for line in lines(path)} == {fault.node for fault in faults}
+
+
+# -- loading
+
+
+def test_typo_names_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="Did you mean 'file'"):
+        load("file:")
+
+
+def test_entry_point_is_found_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    info = tmp_path / "pager-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: pager\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[resilience.error_monitors]\npager = pager:Pager\n")
+    (tmp_path / "pager.py").write_text(
+        "from resilience.failover.error_monitor import ErrorMonitor\n"
+        "class Pager(ErrorMonitor):\n    def mark(self, fault): ...\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    assert type(load("pager")).__name__ == "Pager"
+
+
+class Unfinished(ErrorMonitor):
+    """Forgot the one method."""
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ("tests.failover.test_marking::Unfinished", "does not define mark"),
+        ("tests.failover.test_marking::Nobody", "Nobody"),
+        ("tests.failover.nowhere::Nobody", "No module named"),
+        ("tests.failover.test_marking::NodeFault", "does not derive from"),
+    ],
+)
+def test_monitor_that_can_not_be_meant_is_refused(spec: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        load(spec)
+
+
+# -- the marker
+
+MONITOR = """
+import os, time, json
+from pathlib import Path
+from resilience.failover.error_monitor import ErrorMonitor
+HERE = Path(__file__).parent
+class Fickle(ErrorMonitor):
+    "Fails, hangs or dies as often as it is told, then marks."
+    def mark(self, fault):
+        plan = (HERE / "plan").read_text().split()
+        (HERE / "tries").open("a").write("x")
+        step = plan[min(len((HERE / "tries").read_text()), len(plan)) - 1]
+        if step == "fail":
+            raise ConnectionError("the API server does not answer")
+        if step == "die":
+            os._exit(9)
+        if step == "hang":
+            (HERE / "pid").write_text(str(os.getpid()))
+            time.sleep(1000)
+        (HERE / "marked").write_text(json.dumps(fault.__dict__))
+"""
+
+
+@pytest.fixture
+def fickle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A user's monitor, in a folder that is importable."""
+    (tmp_path / "fickle.py").write_text(MONITOR)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    return tmp_path
+
+
+@pytest.mark.spawns
+@pytest.mark.parametrize("plan", ["mark", "fail die mark", "hang mark"])
+def test_mark_that_fails_is_tried_again_and_telling_never_waits(fickle: Path, plan: str) -> None:
+    (fickle / "plan").write_text(plan)
+    marker = Marker("fickle::Fickle", timeout=3.0 if "hang" in plan else 30.0)
+    marker.tell(FAULT)
+    marker.tell(FAULT)
+    wait_for((fickle / "marked").exists, "the mark")
+    marker.close()
+    assert json.loads((fickle / "marked").read_text()) == dataclasses.asdict(FAULT)
+    assert len((fickle / "tries").read_text()) == len(plan.split())
+
+
+@pytest.mark.spawns
+def test_what_could_not_be_marked_is_said_at_the_end_with_what_to_do(
+    fickle: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("resilience"), "propagate", True)
+    (fickle / "plan").write_text("hang")
+    marker = Marker("fickle::Fickle", timeout=4.0)
+    start = time.monotonic()
+    marker.tell(FAULT)
+    assert time.monotonic() - start < 2
+    wait_for((fickle / "pid").exists, "the attempt")
+    marker.close()
+    assert "node gpu-07 is NOT marked as faulty (DriverError)" in caplog.text
+    assert "Take it out of scheduling by hand" in caplog.text
+    pid = int((fickle / "pid").read_text())
+    wait_for(lambda: not Path(f"/proc/{pid}").exists(), "the end of the attempt")
+
+
+@pytest.mark.spawns
+def test_wrong_monitor_is_found_before_anything_is_started(fickle: Path) -> None:
+    with pytest.raises(ConfigError, match="has no attribute 'Fickel'"):
+        Marker("fickle::Fickel", timeout=10.0)
+
+
+def test_nobody_is_told_where_nobody_is_configured() -> None:
+    marker = Marker("none", timeout=0.1)
+    marker.tell(FAULT)
+    marker.close()
+
+
+# -- the termination message
+
+
+def test_termination_message_is_read_back_as_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "termination-log"
+    leave_message(FAULT, str(path))
+    assert from_message(path.read_text()) == FAULT
+
+
+def test_without_kubernetes_nothing_is_written() -> None:
+    if Path("/dev/termination-log").exists():
+        pytest.skip("this is a container of Kubernetes: left out is what happens elsewhere")
+    leave_message(FAULT, None)
+    assert not Path("/dev/termination-log").exists()
+
+
+@pytest.mark.parametrize("letter", ["x", "ü", "\U0001f525", '"'])
+def test_message_is_kept_whole_by_kubernetes_and_readable(letter: str) -> None:
+    fault = dataclasses.replace(FAULT, message=letter * 5000)
+    text = fault.as_message()
+    assert len(text.encode()) <= 4096
+    found = from_message(text)
+    assert found is not None
+    assert found.message
+    assert fault.message.startswith(found.message)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{}", "[]", "Killed", '{"resilience": 1}', '{"resilience": 1, "fault": {"node": 3}}']
+)
+def test_what_others_leave_there_is_no_fault(text: str) -> None:
+    assert from_message(text) is None
+
+
+@pytest.mark.parametrize(("code", "reason"), [(14, "InfoROMCorrupted"), (128, "UnknownDevice"), (201, "DriverError")])
+def test_codes_of_the_hardware_are_faults_and_others_are_not(code: int, reason: str) -> None:
+    fault = of_code("gpu-07", code)
+    assert fault is not None
+    assert (fault.reason, fault.code) == (reason, code)
+    assert of_code("gpu-07", 1) is None

@@ -1,0 +1,82 @@
+"""Accelerators with something wrong with them: real check processes on the host's processors, that fail as they are told.
+
+What ails one is in the variable AILMENT, or in the file that AILMENT_FILE names, and may change between two checks.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+from resilience.nodecheck.accelerators import Cpu
+
+
+def ailment() -> str:
+    path = os.environ.get("AILMENT_FILE")
+    if path and Path(path).exists():
+        return Path(path).read_text().strip()
+    return os.environ.get("AILMENT", "")
+
+
+class Patient(Cpu):
+    """As told: ``wrong``, ``flaky``, ``raises``, ``hangs``, ``crashes``, ``slow`` in its GEMM; ``mute`` in its all-gather."""
+
+    size = 128
+
+    def __init__(self) -> None:
+        self._calls = 0
+        if ailment() == "does not load":
+            os.kill(os.getpid(), signal.SIGSEGV)
+
+    def multiply(self, left: Any, right: Any) -> Any:
+        self._calls += 1
+        what, product = ailment(), left @ right
+        if what == "wrong" or (what == "flaky" and self._calls == 4):
+            product[3, 5] += 1
+        elif what == "raises":
+            raise RuntimeError("uncorrectable ECC error")
+        elif what == "hangs":
+            time.sleep(1000)
+        elif what == "crashes":
+            os.kill(os.getpid(), signal.SIGSEGV)
+        elif what == "slow":
+            time.sleep(0.15)
+        return product
+
+    def synchronize(self) -> None:
+        import torch.distributed as dist
+
+        if ailment() == "mute" and dist.is_initialized():
+            time.sleep(1000)
+
+
+class TwoDevices(Patient):
+    """Two devices, of which the second may be ill."""
+
+    def count(self) -> int:
+        return 2
+
+    def use(self, index: int) -> Any:
+        if index == 1 and ailment() == "second":
+            os.kill(os.getpid(), signal.SIGSEGV)
+        return super().use(index)
+
+
+class NoDevice(Patient):
+    """A kind of which none is there."""
+
+    def count(self) -> int:
+        return 0
+
+
+class NoBackend(Cpu):
+    """Something is missing."""
+
+    backend = ""
+
+
+class NotOne:
+    """Not even an accelerator."""

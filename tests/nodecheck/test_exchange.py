@@ -1,0 +1,205 @@
+"""The whole exchange between nodes, in threads, with crews that only say how it went: nodes fail, hang back and vanish."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import pytest
+
+from resilience.nodecheck.crew import Answer, Broken, Crew
+from resilience.nodecheck.exchange import Examination, Interrupted, Terms
+from resilience.nodecheck.judging import Ruling
+from resilience.nodecheck.pairing import FAULTY, HEALTHY, STRAGGLER, UNDECIDED, VANISHED
+
+TERMS = Terms(folder="/run", address="here", wanted=1, timeout=5.0)
+
+
+class Shared:
+    """One board for all nodes."""
+
+    def __init__(self) -> None:
+        self.keys: dict[str, str] = {}
+        self.gone: dict[int, str] = {}
+
+    def post(self, key: str, text: str) -> None:
+        self.keys[key] = text
+
+    def peek(self, key: str) -> str | None:
+        return self.keys.get(key)
+
+    def lost_nodes(self) -> Mapping[int, str]:
+        return dict(self.gone)
+
+
+class Gone(Exception):  # noqa: N818 - reads as what it is
+    """A launcher that is killed."""
+
+
+@dataclass
+class Script:
+    """How a node behaves. ``dies``: what it is doing when its launcher is killed."""
+
+    broken: str = ""
+    seconds: float = 0.1
+    cut_off: bool = False
+    gathers_in: float = 0.2
+    dies: str = ""
+    later: float = 0.0  # its GEMM when it tries again, if another
+    devices: int = 1
+    log: list[str] = field(default_factory=list)
+
+
+class Actor:
+    """A crew that plays its script. Groups meet on the board itself."""
+
+    accelerator = "cpu"
+    host_only = True
+
+    def __init__(self, script: Script, me: int, board: Shared) -> None:
+        self.script, self.me, self.board = script, me, board
+        self.devices = script.devices
+
+    def load(self, timeout: float = 0.0) -> None:
+        if self.script.broken == "does not load":
+            raise Broken("it does not load")
+
+    def alone(self, folder: str, timeout: float) -> list[Answer]:
+        self.script.log.append("alone")
+        self._die("alone")
+        if self.script.broken:
+            raise Broken(self.script.broken)
+        seconds = self.script.later if self.script.later and len(self.script.log) > 1 else self.script.seconds
+        host: dict[str, Any] = {"figures": {}, "faults": [], "warnings": []}
+        return [{"device": "cpu", "seconds": seconds, "rate": 1.0, "host": host}]
+
+    def serve(self, timeout: float) -> int:
+        return 1
+
+    def gather(
+        self, address: tuple[str, int], tag: str, *, first: int, world: int, timeout: float, give_up: Callable[[], str]
+    ) -> list[Answer]:
+        self.script.log.append("gather")
+        self._die("gather")
+        if self.script.cut_off:
+            raise Broken("no route to host")
+        key = f"group/{tag}/{address[0]}"
+        self.board.keys[f"{key}/{first}"] = str(self.script.gathers_in)
+        while True:  # until everybody is there, as a collective
+            there = [text for name, text in list(self.board.keys.items()) if name.startswith(f"{key}/")]
+            if len(there) == world:
+                return [{"seconds": max(map(float, there))}]
+            why = give_up()
+            if why:
+                raise Broken(why)
+            threading.Event().wait(0.01)
+
+    def _die(self, doing: str) -> None:
+        if self.script.dies == doing:
+            self.board.gone[self.me] = "its launcher was killed"
+            raise Gone
+
+
+def check(*scripts: Script, fit: tuple[bool, ...] = ()) -> tuple[list[Ruling | Exception], Shared]:
+    """Have all nodes check each other; return what each of them has in the end."""
+    board = Shared()
+    results: list[Any] = [None] * len(scripts)
+
+    def node(me: int) -> None:
+        crew = cast(Crew, Actor(scripts[me], me, board))
+        terms = Terms(TERMS.folder, f"here-{me}", 1, TERMS.timeout)
+        try:
+            results[me] = Examination(board, me, len(scripts), crew=crew, terms=terms).run(bool(fit and fit[me]))
+        except (Interrupted, Gone) as error:
+            results[me] = error
+
+    threads = [threading.Thread(target=node, args=(me,)) for me in range(len(scripts))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in threads)
+    return results, board
+
+
+def states(results: list[Ruling | Exception]) -> list[str]:
+    """What all nodes that got to the end think of everybody; they must think the same."""
+    rulings = [it for it in results if isinstance(it, Ruling)]
+    assert rulings
+    assert all(it == rulings[0] for it in rulings)
+    return [item.state for item in rulings[0].judgements]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 7])
+def test_healthy_nodes_all_read_the_same_ruling(count: int) -> None:
+    results, _ = check(*(Script() for _ in range(count)))
+    assert len(results) == count
+    assert states(results) == [HEALTHY] * count
+
+
+@pytest.mark.parametrize("bad", [0, 2])
+@pytest.mark.parametrize("how", ["does not load", "the GEMM did not end within 60 s"])
+def test_node_that_fails_by_itself_is_faulty_and_tried_with_nobody(bad: int, how: str) -> None:
+    scripts = [Script(broken=how if node == bad else "") for node in range(3)]
+    results, _ = check(*scripts)
+    assert states(results) == [FAULTY if node == bad else HEALTHY for node in range(3)]
+    assert "gather" not in scripts[bad].log
+
+
+@pytest.mark.parametrize("bad", [0, 1, 2])
+def test_of_three_nodes_the_one_that_is_cut_off_is_found(bad: int) -> None:
+    results, _ = check(*(Script(cut_off=node == bad) for node in range(3)))
+    assert states(results) == [FAULTY if node == bad else HEALTHY for node in range(3)]
+
+
+def test_two_nodes_that_do_not_get_through_are_undecided() -> None:
+    results, _ = check(Script(), Script(cut_off=True))
+    assert states(results) == [UNDECIDED, UNDECIDED]
+
+
+def test_slow_node_tries_once_more_and_may_do_better() -> None:
+    once, always = Script(seconds=1.0, later=0.1), Script(seconds=1.0)
+    results, _ = check(Script(), once, always, Script(), Script())
+    assert states(results) == [HEALTHY, HEALTHY, STRAGGLER, HEALTHY, HEALTHY]
+    assert once.log.count("alone") == always.log.count("alone") == 2
+
+
+def test_node_with_a_slow_network_is_told_from_its_partner() -> None:
+    results, _ = check(Script(), Script(), Script(), Script(gathers_in=3.0))
+    assert states(results) == [HEALTHY, HEALTHY, HEALTHY, STRAGGLER]
+
+
+@pytest.mark.parametrize("doing", ["alone", "gather"])
+def test_node_that_vanishes_in_between_holds_nobody_up(doing: str) -> None:
+    results, _ = check(Script(), Script(), Script(), Script(dies=doing))
+    assert isinstance(results[3], Gone)
+    assert states(results) == [HEALTHY, HEALTHY, HEALTHY, VANISHED]
+
+
+@pytest.mark.parametrize("doing", ["alone", "gather"])
+def test_without_node_0_the_others_stop_and_come_together_again(doing: str) -> None:
+    results, _ = check(Script(dies=doing), Script(), Script())
+    assert [type(it) for it in results] == [Gone, Interrupted, Interrupted]
+
+
+def test_nodes_that_all_passed_just_now_are_not_checked_again() -> None:
+    scripts = [Script(), Script()]
+    results, _ = check(*scripts, fit=(True, True))
+    assert states(results) == [HEALTHY, HEALTHY]
+    assert all(isinstance(it, Ruling) and it.skipped for it in results)
+    assert not any(script.log for script in scripts)
+
+
+def test_newcomer_has_everybody_checked() -> None:
+    results, _ = check(Script(), Script(), Script(broken="it is broken"), fit=(True, True, False))
+    assert states(results) == [HEALTHY, HEALTHY, FAULTY]
+
+
+def test_board_holds_plain_json() -> None:
+    _, board = check(Script(), Script())
+    told = {key: text for key, text in board.keys.items() if key.startswith("nodecheck/")}
+    assert {key.split("/")[1] for key in told} == {"hello", "start", "alone", "step", "meet", "trial"}
+    assert all(isinstance(json.loads(text), dict) for text in told.values())
