@@ -12,11 +12,13 @@ usage: resilience kubernetes job render [--values FILE] [options]
        resilience kubernetes podgroup render|apply|join|crd [options]
        resilience kubernetes controller [options]
        resilience kubernetes manifests [options]
+       resilience kubernetes uncordon NODE …
 
   job         print a complete training job: Service, PodGroup and Job, ready for `kubectl apply -f -`
   podgroup    groups of Pods that start together: print one, apply one, have Pods join it
   controller  watch the cluster, and do for training jobs what they may not do themselves
   manifests   print the controller's Deployment, account and roles
+  uncordon    put nodes back in service that were marked as faulty
 """
 
 # name: module:function, called with the words behind the name; returns the exit code
@@ -25,6 +27,7 @@ COMMANDS = {
     "job": "resilience.integrations.kubernetes.job.cli:main",
     "manifests": "resilience.integrations.kubernetes.manifests:main",
     "podgroup": "resilience.integrations.kubernetes.podgroups.cli:main",
+    "uncordon": "resilience.integrations.kubernetes.faulty:uncordon",
 }
 
 

@@ -32,6 +32,11 @@ def avoid_key(job: str) -> str:
     return AVOID + word(job)
 
 
+def away_from_nodes_left(job: str) -> dict[str, Any]:
+    """Return the node affinity that a template needs for its pods to stay away from a rack that their group has left."""
+    return {_HARD: {"nodeSelectorTerms": [_away({}, avoid_key(job))]}}
+
+
 def avoids(pod: Thing, job: str) -> bool:
     """Whether a pod stays away from nodes with the job's label: every alternative that it allows has to."""
     terms = _terms(pod.get("spec") or {})

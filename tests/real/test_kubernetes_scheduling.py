@@ -14,8 +14,11 @@ from typing import Any
 
 import pytest
 from resilience.integrations.kubernetes.api import Api, KubernetesError
+from resilience.integrations.kubernetes.job.render import render
+from resilience.integrations.kubernetes.job.values import JobValues
 from resilience.integrations.kubernetes.parts import NODES, PODS, Kind
 
+from resilience.failover.error_monitor import NodeFault
 from tests.integrations.kubernetes.cluster import Cluster
 from tests.integrations.kubernetes.pods import JOB, ended
 from tests.jobs import wait_for
@@ -25,6 +28,7 @@ pytestmark = pytest.mark.spawns
 RACK = "scheduling/rack-id"
 HARD = "requiredDuringSchedulingIgnoredDuringExecution"
 JOBS = Kind("batch", "v1", "jobs")
+SERVICES = Kind("", "v1", "services")
 
 
 @pytest.fixture(scope="module")
@@ -125,6 +129,39 @@ def test_jobs_pods_that_get_no_node_in_their_rack_move_to_another_together(clust
     told = [it for it in cluster.events() if it["reason"] == "GroupFailover" and it["involvedObject"]["kind"] == "Job"]
     assert len(told) == 1
     wait_for(lambda: not _avoided(cluster), f"the old rack to be given back\n{running.log()}", 30)
+
+
+def cordon(cluster: Cluster, rack: str, out: bool) -> None:
+    for number in range(2):
+        cluster.api.patch(NODES, f"{cluster.name}-{rack}{number}", {"spec": {"unschedulable": out or None}})
+
+
+def test_rendered_job_needs_no_editing_for_its_faulty_node_to_be_marked_and_its_group_to_move(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    """The other rack is full until the group is to move: then the old one has room too, and only the affinity tells them."""
+    values = JobValues(
+        name="train", image="none", script=("train.py",), namespace=cluster.name, nodes=2, cpu="1", memory="64Mi", shm="0",
+        gang="none", network_check=True,
+    )  # fmt: skip
+    running = cluster.controller(tmp_path, "--group-threshold=2", "--no-leader-election")
+    cordon(cluster, "b", out=True)
+    for thing in render(values):
+        cluster.api.create({"Service": SERVICES, "Job": JOBS}[thing["kind"]], thing, cluster.name)
+    wait_for(lambda: racks(cluster) == ["a", "a"], f"both pods to run\n{running.log()}", 60)
+    wait_for(lambda: _known(cluster, 2), f"both to be known\n{running.log()}", 60)
+    victim = next(iter(cluster.pods().values()))
+    broken = victim["spec"]["nodeName"]
+    cluster.api.patch(
+        NODES, broken, {"spec": {"unschedulable": True}}
+    )  # its replacement could be there sooner than the mark
+    told = NodeFault(broken, "NodeCheckFailed", "the product is wrong", code=80).as_message()
+    cluster.say(victim["metadata"]["name"], ended(80, told))
+    wait_for(lambda: len(_avoided(cluster)) == 2, f"the rack to be avoided\n{running.log()}", 60)
+    cordon(cluster, "b", out=False)
+    wait_for(lambda: racks(cluster) == ["b", "b"], f"both pods to run in the other rack\n{running.log()}", 90)
+    assert cluster.get_node(broken)["metadata"]["annotations"]["resilience.dev/faulty-reason"] == "NodeCheckFailed"
+    assert "template does not keep them away" not in running.log()
 
 
 def test_plain_pods_of_which_one_was_lost_are_made_again_together_in_another_rack(

@@ -14,6 +14,7 @@ from __future__ import annotations
 from typing import Any
 
 from resilience.integrations.kubernetes.job.values import NO_GANG, JobValues, quantity
+from resilience.integrations.kubernetes.placement import away_from_nodes_left
 from resilience.integrations.kubernetes.podgroups.jobs import GANG, MIN_MEMBER, PRIORITY, QUEUE, SCHEDULER_NAME
 from resilience.integrations.kubernetes.podgroups.schedulers import GangScheduler, Marks, scheduler
 
@@ -150,10 +151,11 @@ def _template(values: JobValues, by: GangScheduler | None) -> dict[str, Any]:
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": values.stop_grace + _MARGIN_S,
         "enableServiceLinks": False,
+        "affinity": {"nodeAffinity": away_from_nodes_left(values.name)},
     }
     if values.nodes > 1:
         spec["subdomain"] = values.name
-        spec["affinity"] = _apart(values)
+        spec["affinity"]["podAntiAffinity"] = _apart(values)
     for key, text in (("priorityClassName", values.priority_class), ("serviceAccountName", values.service_account)):
         if text:
             spec[key] = text
@@ -175,7 +177,7 @@ def _apart(values: JobValues) -> dict[str, Any]:
     """One Pod per node where there are enough: a launcher is a node to the job."""
     term = {"labelSelector": {"matchLabels": {JOB_LABEL: values.name}}, "topologyKey": "kubernetes.io/hostname"}
     preferred = [{"weight": 100, "podAffinityTerm": term}]
-    return {"podAntiAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": preferred}}
+    return {"preferredDuringSchedulingIgnoredDuringExecution": preferred}
 
 
 def _volumes(values: JobValues) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -230,8 +232,9 @@ def arguments(values: JobValues) -> list[str]:
         f"--nproc-per-node={values.ranks}",
         f"--max-restarts={values.max_restarts}",
         f"--ft-stop-grace={values.stop_grace}",
-        "--ft-node-name=$(NODE_NAME)",
     ]
+    if values.network_check:
+        flags += ["--network-check", *([f"--accelerator={values.accelerator}"] if values.accelerator else [])]
     if values.nodes > 1:
         flags += [
             "--rdzv-backend=c10d",
@@ -246,7 +249,7 @@ def arguments(values: JobValues) -> list[str]:
 
 def _environment(values: JobValues) -> list[dict[str, Any]]:
     told = {
-        "NODE_NAME": "spec.nodeName",
+        "RESILIENCE_NODE_NAME": "spec.nodeName",  # a node that is marked, excluded or counted is one of the cluster's
         "POD_NAME": "metadata.name",
         "POD_IP": "status.podIP",
         "JOB_UID": "metadata.labels['batch.kubernetes.io/controller-uid']",

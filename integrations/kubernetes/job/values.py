@@ -64,6 +64,10 @@ class JobValues:
     stop_grace: int = _value(60, "--ft-stop-grace, in seconds; the Pod's termination grace is longer by 30 s")
     port: int = _value(29400, "of the rendezvous")
     store: str = _value("", "HOST:PORT of a `resilience store`; empty: Pod 0 has the store")
+    network_check: bool = _value(
+        False, "check every node before each start; a faulty one ends with 80 and never trains"
+    )
+    accelerator: str = _value("", "what is checked: cpu, nvidia, ascend or your own; empty: what torch finds")
     launcher_args: tuple[str, ...] = _value((), "more flags for `resilience run`")
     env: Mapping[str, str] = _value({}, "environment variables of the container")
     checkpoint_claim: str = _value("", "PersistentVolumeClaim for checkpoints that is there already")
@@ -103,6 +107,11 @@ class JobValues:
         if self.gang != NO_GANG and self.gang not in SCHEDULERS:
             known = [*SCHEDULERS, NO_GANG]
             raise ValuesError(f"gang {self.gang!r} is unknown.{nearest(self.gang, known)} Known: {', '.join(known)}.")
+        if self.accelerator and not self.network_check:
+            raise ValuesError(
+                f"accelerator is {self.accelerator!r}, which says what is checked, and network_check is off: switch it on, or "
+                "leave accelerator out."
+            )
         if self.image_pull_policy not in ("Always", "IfNotPresent", "Never"):
             raise ValuesError(f"image_pull_policy {self.image_pull_policy!r}: Always, IfNotPresent or Never.")
         if self.checkpoint_claim and self.checkpoint_size:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 
 import pytest
-from resilience.integrations.kubernetes.faulty import failures
+from resilience.integrations.kubernetes.cli import main
+from resilience.integrations.kubernetes.faulty import KubernetesErrorMonitor, failures
 from resilience.integrations.kubernetes.nodes import word
 
 from resilience.failover.error_monitor import NodeFault
+from resilience.failover.marking import load
 from tests.integrations.kubernetes.pods import ended, pod
 
 
@@ -78,3 +80,16 @@ def test_any_reason_becomes_a_word_that_a_taint_can_hold() -> None:
     assert word("") == word("///") == "unknown"
     assert len(word("x" * 200)) == 63
     assert json.dumps(word("日本")) == '"unknown"'
+
+
+def test_launchers_find_the_error_monitor_by_its_name() -> None:
+    """The entry point of the installed package, as ``--ft-error-monitor=kubernetes`` looks for it. It connects when it marks."""
+    assert isinstance(load("kubernetes"), KubernetesErrorMonitor)
+
+
+def test_commands_are_listed_and_a_typo_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    assert all(f"\n  {name} " in shown for name in ("controller", "job", "manifests", "podgroup", "uncordon"))
+    assert main(["uncorden"]) == 2
+    assert "Did you mean 'uncordon'" in capsys.readouterr().err

@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 from resilience.integrations.kubernetes import nodes
 from resilience.integrations.kubernetes.api import Api, KubernetesError
+from resilience.integrations.kubernetes.cli import main
 from resilience.integrations.kubernetes.controller import Controller
-from resilience.integrations.kubernetes.faulty import FaultyNodes, KubernetesErrorMonitor, uncordon
+from resilience.integrations.kubernetes.faulty import FaultyNodes, KubernetesErrorMonitor
 from resilience.integrations.kubernetes.parts import ADDED, NODES, PODS, Kind
 
 from resilience.failover.error_monitor import NodeFault
+from resilience.failover.marking import Marker
 from tests.integrations.kubernetes.cluster import Cluster, Forwarder
 from tests.integrations.kubernetes.pods import ended
 from tests.jobs import wait_for
@@ -122,7 +124,7 @@ def test_operator_who_puts_a_node_back_is_not_overruled_by_the_same_failure_but_
     cluster.say("p", ended(202))
     look_at(cluster, FaultyNodes(cluster.api, SELECTOR))
     config = cluster.server.kubeconfig(tmp_path_factory.mktemp("kube") / "config")
-    assert uncordon([node, f"--kubeconfig={config}"]) == 0
+    assert main(["uncordon", node, f"--kubeconfig={config}"]) == 0
     assert "in service again" in capsys.readouterr().out
     back = cluster.get_node(node)
     assert not is_marked(back)
@@ -221,6 +223,22 @@ def test_launcher_with_the_right_to_do_so_marks_by_itself(cluster: Cluster) -> N
     found = cluster.get_node(node)
     assert is_marked(found)
     assert found["metadata"]["resourceVersion"] == version
+
+
+def test_launcher_that_is_told_kubernetes_has_its_node_marked_over_the_usual_kubeconfig(
+    cluster: Cluster, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``--ft-error-monitor=kubernetes``, with all that the launcher does around it."""
+    node = cluster.node("a")
+    config = cluster.server.kubeconfig(tmp_path_factory.mktemp("kube") / "config")
+    monkeypatch.setenv("KUBECONFIG", str(config))
+    marker = Marker("kubernetes", timeout=30.0)
+    try:
+        marker.tell(NodeFault(node, "NodeCheckFailed", "the product is wrong", code=80, run="r", at=4e9))
+        found = await_mark(cluster, node)
+    finally:
+        marker.close()
+    assert found["metadata"]["annotations"]["resilience.dev/faulty-message"] == "the product is wrong"
 
 
 def test_node_that_is_gone_has_nothing_to_mark(cluster: Cluster) -> None:

@@ -36,7 +36,9 @@ FULL: dict[str, Any] = {
     "replicas": 1,
     "checkpoint_size": "1Ti",
     "storage_class": "fast",
-    "launcher_args": ["--network-check", "--accelerator=nvidia"],
+    "network_check": True,
+    "accelerator": "nvidia",
+    "launcher_args": ["--exclude-straggler"],
     "env": {"NCCL_DEBUG": "WARN"},
     "queue": "night",
     "priority": 50,
@@ -191,11 +193,33 @@ def test_pods_get_no_token_of_the_cluster() -> None:
 def test_node_and_its_group_are_told_by_the_cluster() -> None:
     run = container(made())
     told = {item["name"]: item["valueFrom"]["fieldRef"]["fieldPath"] for item in run["env"] if "valueFrom" in item}
-    assert told["NODE_NAME"] == "spec.nodeName"
+    assert told["RESILIENCE_NODE_NAME"] == "spec.nodeName"
     assert told["RESILIENCE_NODE_GROUP"] == "metadata.labels['scheduling/rack-id']"
     assert told["RESILIENCE_NODE_GROUP_INDEX"] == "metadata.labels['scheduling/rack-group']"
     used = set(re.findall(r"\$\((\w+)\)", " ".join(run["args"])))
     assert used <= set(told)
+
+
+@pytest.mark.parametrize("nodes", [1, 3])
+def test_pods_stay_away_from_a_rack_that_their_group_has_left(nodes: int) -> None:
+    from resilience.integrations.kubernetes.placement import avoids
+
+    template = made(nodes=nodes)["Job"]["spec"]["template"]
+    assert avoids(template, template["metadata"]["labels"]["resilience.dev/job"])
+
+
+def test_node_check_is_a_value_and_its_flags_are_the_launchers() -> None:
+    from resilience.launcher.cli import Parser, add_settings, settings_from
+
+    def asked(**values: Any) -> tuple[bool, str]:
+        parser = Parser()
+        add_settings(parser)
+        nodes = settings_from(parser.parse_known_args(container(made(**values))["args"])[0]).nodes
+        return nodes.network_check, nodes.accelerator
+
+    assert asked() == (False, "auto")
+    assert asked(network_check=True) == (True, "auto")
+    assert asked(network_check=True, accelerator="cpu", nodes=2) == (True, "cpu")
 
 
 # -- what follows an exit code ----------------------------------------------------------------------------------------
@@ -254,6 +278,7 @@ def test_rules_are_as_the_api_wants_them() -> None:
         ({"image_pull_policy": "always"}, "Always, IfNotPresent or Never"),
         ({"env": ["A=1"]}, "names and texts"),
         ({"controller": "yes"}, "true or false"),
+        ({"accelerator": "nvidia"}, "network_check is off"),
     ],
 )
 def test_values_that_can_not_be_meant_raise(wrong: dict[str, Any], said: str) -> None:
@@ -339,7 +364,12 @@ def test_rendered_command_line_runs_on_two_nodes_that_the_job_numbers(tmp_path: 
     running = []
     with tempfile.TemporaryDirectory(prefix="kj-") as short:  # sockets live in it
         for index in (1, 0):
-            told = {"NODE_NAME": f"node-{index}", "POD_NAME": f"demo-{index}-x", "POD_IP": "127.0.0.1", "JOB_UID": "u"}
+            told = {
+                "RESILIENCE_NODE_NAME": f"node-{index}",
+                "POD_NAME": f"demo-{index}-x",
+                "POD_IP": "127.0.0.1",
+                "JOB_UID": "u",
+            }
             words = [filled(word, told) for word in run["command"] + run["args"]]
             words = [word.replace("demo-0.demo:", "localhost:") for word in words]
             bare = {name: value for name, value in os.environ.items() if not name.startswith("RESILIENCE_")}
