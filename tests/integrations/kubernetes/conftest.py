@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import uuid
 from collections.abc import Iterator
 
@@ -9,10 +10,22 @@ import pytest
 from resilience.integrations.kubernetes.api import Api
 
 from tests.integrations.kubernetes.cluster import Cluster, Forwarder
+from tests.real import kubernetes
 from tests.real.conftest import api_server
 from tests.real.kubernetes import ApiServer
 
 __all__ = ["api_server"]
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Say what is left out, in one line for all; the fixture would say it for each."""
+    if "api_server" not in getattr(item, "fixturenames", ()):
+        return
+    left_out = "everything against a real Kubernetes API server"
+    if int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) > 1:  # each would start a server of its own
+        pytest.skip(f"left to `make test-kubernetes`, which starts one server for all of them: {left_out}")
+    if lacking := kubernetes.missing():
+        pytest.skip(f"not here: {lacking}. Left out is {left_out}")
 
 
 @pytest.fixture
