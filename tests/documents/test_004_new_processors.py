@@ -114,6 +114,7 @@ def test_worker_that_ends_with_a_code_of_the_hardware_has_its_node_marked_by_one
         it.assert_nothing_left()
 
 
+@pytest.mark.long
 def test_other_codes_mark_nobody(tmp_path: Path) -> None:
     with job(tmp_path / "node", [*own_monitor(tmp_path), "--max-restarts=0"], SCRIPT) as it:
         it.await_steps(0)

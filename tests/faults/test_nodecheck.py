@@ -185,8 +185,12 @@ def test_sigterm_during_the_check_ends_the_launcher_and_its_check_at_once(tmp_pa
     ("flags", "words"),
     [
         (["--network-check", "--accelerator=nvida"], "Did you mean 'nvidia'?"),
-        (["--network_check", "--accelerator=tests.nodecheck.patients::Patent"], "Did you mean 'Patient'?"),
-        (["--ft-error-monitor=fiel:/tmp/x"], "Did you mean 'file'?"),
+        pytest.param(
+            ["--network_check", "--accelerator=tests.nodecheck.patients::Patent"],
+            "Did you mean 'Patient'?",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(["--ft-error-monitor=fiel:/tmp/x"], "Did you mean 'file'?", marks=pytest.mark.long),
     ],
 )
 def test_what_can_not_be_meant_ends_with_2_before_anything_is_started(
