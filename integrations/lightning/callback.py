@@ -80,8 +80,10 @@ class Hooks:
         self._sanity_steps: int | float | None = None
         self._learned: dict[str, Any] = {}
         self._asked_at = 0.0
-        self._strike: Callable[[int], None] | None = None
-        self._count: Callable[[], int] = lambda: 0  # optimizer steps
+        self._faults: Faults | None = None
+        self._strike: Callable[[], None] | None = None
+        self._steps: Any = None  # counts optimizer steps, see boundary.counter
+        self._asked: Callable[[], bool] = lambda: False  # whether all ranks are to stop now
         self._step = client.section("step")
         self._batch = client.section("validation step")
 
@@ -97,8 +99,7 @@ class Hooks:
         client.section("setup").enter()
         self._signals.note()
         env = config.rank_environment()
-        faults = Faults(self._given_faults, trainer.global_rank, trainer.world_size, env.cycle, env.run)
-        self._strike = faults.strike if faults else None
+        self._faults = Faults(self._given_faults, trainer.global_rank, trainer.world_size, env.cycle, env.run)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Model, strategy and optimizers are there: take the memory, and restore."""
@@ -158,14 +159,14 @@ class Hooks:
         if reads_late and trainer.ckpt_path and self._snapshots is not None:
             self._last = self._snapshots.restore()
             begin_as_usual(trainer.fit_loop)
-        epoch_loop = trainer.fit_loop.epoch_loop
-        self._count = lambda: epoch_loop.global_step
-        self._signals.take()
+        faults = self._faults
+        self._strike = (lambda: faults.strike(trainer.global_step)) if faults else None
+        self._asked = self._signals.take()
         self._expecting = client.expect_heartbeats()
         self._expecting.__enter__()
         if self._snapshots is not None:
             self._snapshots.aim()
-        boundary.watch(trainer, self._watcher(trainer))
+        self._watch(trainer)
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         """See Lightning. The loaders may be new ones."""
@@ -173,10 +174,11 @@ class Hooks:
         client.section("epoch end").leave()
         if self._snapshots is not None:
             self._snapshots.before_epoch()
-        boundary.watch(trainer, self._watcher(trainer))
+        self._watch(trainer)
 
-    def _watcher(self, trainer: Any) -> boundary.Watcher:
-        return _Between(self, trainer)
+    def _watch(self, trainer: Any) -> None:
+        self._steps = boundary.counter(trainer)
+        boundary.watch(trainer, self)
 
     # -- between two batches, and in them ---------------------------------------------------------------------------
 
@@ -189,15 +191,22 @@ class Hooks:
     on_after_backward: Any = None
     on_before_optimizer_step: Any = None
 
-    def between(self, trainer: Any, fetcher: Any) -> None:
+    def before_iteration(self, fetcher: Any) -> None:
+        """See :class:`boundary.Watcher`."""
+        if self._snapshots is not None:
+            self._snapshots.before_iteration(fetcher)
+
+    def before_batch(self, fetcher: Any) -> None:
         """Everything of the last batch is over, and the next one is not fetched yet."""
-        self._over()
+        self._step.close()
+        if self._saving:
+            self._over()
         if self._first:
             self._begin(fetcher)
-        step = self._count()
-        stop = self._signals.agreed and signals.asked()
-        new = step != self._last or step == 0
-        whole = new if self._snapshots is None else self._snapshots.take(fetcher, step, stop)
+        step = self._steps.completed
+        stop = self._asked()
+        snapshots = self._snapshots
+        whole = (step != self._last or not step) if snapshots is None else snapshots.take(fetcher, step, stop)
         self._last = step
         client.heartbeat(step - 1 if step else None)
         if stop and whole:
@@ -209,11 +218,11 @@ class Hooks:
             self._snapshots.arrive(fetcher)
         client.section("setup").leave()
 
-    def in_batch(self, trainer: Any) -> None:
+    def after_batch(self) -> None:
         """The batch is there. Forward, backward, the reduction of gradients and the optimizer's step follow."""
-        self._step.enter()
+        self._step.__enter__()
         if self._strike is not None:
-            self._strike(trainer.global_step)
+            self._strike()
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """See Lightning. What other callbacks and the module do now has a clock of its own."""
@@ -349,24 +358,3 @@ class Hooks:
         expecting, self._expecting = self._expecting, None
         if expecting is not None:
             expecting.__exit__(None, None, None)
-
-
-class _Between:
-    """Tells a callback what the fetcher is about to do."""
-
-    def __init__(self, callback: Hooks, trainer: Any) -> None:
-        self._callback = callback
-        self._trainer = trainer
-
-    def before_iteration(self, fetcher: Any) -> None:
-        """See :class:`boundary.Watcher`."""
-        if self._callback._snapshots is not None:
-            self._callback._snapshots.before_iteration(fetcher)
-
-    def before_batch(self, fetcher: Any) -> None:
-        """See :class:`boundary.Watcher`."""
-        self._callback.between(self._trainer, fetcher)
-
-    def after_batch(self) -> None:
-        """See :class:`boundary.Watcher`."""
-        self._callback.in_batch(self._trainer)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Callable
 from typing import Any
 
 from resilience import config
@@ -38,14 +39,15 @@ class Signals:
         """Lightning has not registered its handler yet."""
         self._before = signal.getsignal(signal.SIGTERM)
 
-    def take(self) -> None:
-        """Lightning has: have ours answer, and what was there before."""
+    def take(self) -> Callable[[], bool]:
+        """Lightning has: have ours answer, and what was there before. Return what says whether all ranks are to leave now; it is
+        called once between two batches, on every rank."""
         if self.agreed and self._before is not None and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, self._before)
             listen_for_stop()
         self._before = None
+        return stop_requested if self.agreed else _never
 
 
-def asked() -> bool:
-    """Whether all ranks are to leave now. Called once between two batches, on every rank."""
-    return stop_requested()
+def _never() -> bool:
+    return False
