@@ -76,7 +76,7 @@ def _from_text(text: str) -> SimulatedFaultParams:
         try:
             fields[_SHORT.get(name, name)] = None if value == "any" else float(value) if "." in value else int(value)
         except ValueError:
-            raise ConfigError(f"{config.ENV_SIMULATED_FAULT}: {item!r} is not NAME=NUMBER.") from None
+            raise ConfigError(f"{config.ENV_SIMULATED_FAULT}: {item!r} is not NAME=NUMBER or NAME=any.") from None
     return _made(fields)
 
 
