@@ -23,12 +23,11 @@ from typing import Any
 from resilience.integrations import finished
 from resilience.integrations.faults import Faults, parse
 from resilience.integrations.lightning import boundary, flavour, policy, signals
-from resilience.integrations.lightning.checkpoint_io import FlashIO, hyperparameters, unkept
+from resilience.integrations.lightning.checkpoint_io import prepare
 from resilience.integrations.lightning.progress import begin_as_usual
 from resilience.integrations.lightning.snapshots import Snapshots
 
 from resilience import config
-from resilience.errors import ConfigError
 from resilience.pulse import client
 from resilience.pulse.rank_monitor_client import RankMonitorClient
 
@@ -44,6 +43,7 @@ class Hooks:
     ``snapshots=False``: only watched. ``exc_handling_policy``: what follows an exception, see :mod:`policy`.
     ``simulated_fault_params``: see :mod:`faults`.
     ``allow_other_world``: go on with another number of ranks, although a place in the data may mean something else then.
+    ``strict=False``: load what fits of a snapshot of another model.
     Everything else is an option of ``FlashCheckpoint``: ``keep``, ``keep_every``, ``slots``, ``replicas``, ``verify``, ….
     """
 
@@ -58,6 +58,7 @@ class Hooks:
         exc_handling_policy: policy.Policy = None,
         simulated_fault_params: Any = None,
         allow_other_world: bool = False,
+        strict: bool = True,
         **options: Any,
     ) -> None:
         super().__init__()
@@ -68,7 +69,7 @@ class Hooks:
         self._wants_snapshots = snapshots
         self._policy = exc_handling_policy
         self._given_faults = parse(simulated_fault_params)
-        self._allow_other_world = allow_other_world
+        self._allow_other_world, self._strict = allow_other_world, strict
         self._snapshots: Snapshots | None = None
         self._signals = signals.Signals()
         self._expecting: client.expect_heartbeats | None = None
@@ -83,16 +84,18 @@ class Hooks:
         self._faults: Faults | None = None
         self._strike: Callable[[], None] | None = None
         self._steps: Any = None  # counts optimizer steps, see boundary.counter
-        self._asked: Callable[[], bool] = lambda: False  # whether all ranks are to stop now
-        self._step = client.section("step")
-        self._batch = client.section("validation step")
+        self._asked: Callable[[], bool] = signals.never  # whether all ranks are to stop now
+        self._step: Any = None  # sections; made where the rank runs, since a callback may be sent to another process
+        self._batch: Any = None
 
     # -- beginning --------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """The strategy's environment is there, the model is not set up yet."""
         flavour.check(trainer, self)
+        flavour.tell_who(trainer)
         client.end_all_sections()
+        self._step, self._batch = client.section("step"), client.section("validation step")
         self._saving = False
         if stage != "fit":
             return
@@ -104,12 +107,19 @@ class Hooks:
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Model, strategy and optimizers are there: take the memory, and restore."""
         self._first, self._last = True, trainer.global_step
-        if not self._wants_snapshots or trainer.fast_dev_run:
+        if trainer.fast_dev_run:
             return
-        self._check_plugin(trainer)
+        prepare(trainer)
+        if not self._wants_snapshots:
+            return
+        flavour.check_world(trainer)
         directory = self._directory if self._directory is not None else Path(trainer.default_root_dir) / "flash"
         self._snapshots = Snapshots(
-            directory, **self._settings, allow_other_world=self._allow_other_world, options=self._options
+            directory,
+            **self._settings,
+            allow_other_world=self._allow_other_world,
+            strict=self._strict,
+            options=self._options,
         )
         try:
             self._last = self._snapshots.open(trainer)
@@ -119,16 +129,6 @@ class Hooks:
         if self._snapshots.resumed:
             self._sanity_steps, trainer.num_sanity_val_steps = trainer.num_sanity_val_steps, 0
             self._put_aside(trainer)
-
-    @staticmethod
-    def _check_plugin(trainer: Any) -> None:
-        """Say now what the first checkpoint could not keep."""
-        if isinstance(trainer.strategy.checkpoint_io, FlashIO) and trainer.checkpoint_callbacks:
-            wrong = unkept(hyperparameters(trainer))
-            if wrong:
-                raise ConfigError(
-                    f"FlashCheckpointIO can't keep a part of this model's checkpoints: {wrong}. Nothing was trained."
-                )
 
     def _put_aside(self, trainer: Any) -> None:
         """A snapshot of this job is further than the checkpoint that the script begins with."""
@@ -328,6 +328,8 @@ class Hooks:
         if self._snapshots is not None:
             closing, self._snapshots = self._snapshots, None
             closing.close()
+            if self._first:
+                closing.stay()
         if self._leaves_mark and trainer.is_global_zero and finished.is_complete(finished.End.of(trainer)):
             finished.leave_mark()
         client.end_all_sections()
@@ -344,7 +346,9 @@ class Hooks:
                 if leaving is not None:
                     leaving.close()
             client.done()
-            _LOG.info("%s.", exception)
+            _LOG.log(
+                logging.INFO if exception.code == 0 else logging.WARNING, "%s. Start it again to go on.", exception
+            )
             return
         action = policy.follow(self._policy, exception)
         if leaving is not None:

@@ -20,7 +20,7 @@ from typing import Any
 
 from resilience.integrations.lightning.metrics import Metrics
 from resilience.integrations.lightning.position import Position
-from resilience.integrations.lightning.progress import Progress
+from resilience.integrations.lightning.progress import Progress, begins_with_hooks
 
 from resilience.checkpoint.flash import FlashCheckpoint
 from resilience.checkpoint.receipt import Receipt
@@ -68,9 +68,11 @@ class Snapshots:
     def __init__(
         self,
         directory: str | Path,
+        *,
         memory_every: Any,
         disk_every: Any,
         allow_other_world: bool,
+        strict: bool,
         options: Mapping[str, Any],
     ) -> None:
         self._directory = directory
@@ -79,7 +81,7 @@ class Snapshots:
             "memory_every": 1 if self._memory.steps else memory_every,
             "disk_every": None if self._disk.steps else disk_every,
         }
-        self._allow_other_world = allow_other_world
+        self._wish = {"allow_other_world": allow_other_world, "strict": strict}
         self._options = dict(options)
         self._last = 0  # optimizer steps at the last look
         self._due = 0.0  # no snapshot before so many
@@ -107,7 +109,7 @@ class Snapshots:
     def restore(self) -> int:
         """Go back to the newest snapshot, if there is one; return how many optimizer steps are done."""
         self._due = 0.0
-        self._last = self.checkpoint.restore(allow_fresh_start=True, allow_other_world=self._allow_other_world)
+        self._last = self.checkpoint.restore(allow_fresh_start=True, **self._wish)
         self.resumed = self._place.loaded is not None
         if self._place.loaded is not None:
             self._random, self._place.start = Random().state(), self._place.loaded["start"]
@@ -127,6 +129,8 @@ class Snapshots:
         self._arrived = True
         if not self.resumed:
             return
+        if not self._progress.over and begins_with_hooks(self._trainer):
+            self._undo()
         loaded, self._place.loaded = self._place.loaded, None
         if not self._progress.over and loaded is not None:
             self._progress.count()
@@ -134,6 +138,25 @@ class Snapshots:
         self._progress.resume()
         self._metrics.resume()
         self._set_random()
+
+    def _undo(self) -> None:
+        """An epoch began, which it had done already, and what hooks have done then is in the state: restore once more."""
+        random = Random().state()  # the order of the epoch is drawn from these
+        self.checkpoint.restore(**self._wish)
+        _set_random(random)
+
+    def stay(self) -> None:
+        """There was not one batch left to train with: say so, and leave the random numbers where they were."""
+        if not self.resumed:
+            return
+        self._set_random()
+        if self._trainer.is_global_zero:
+            _LOG.warning(
+                "nothing was left to train: the job in %s is at its end, after %s optimizer steps, and so is this model. Give "
+                "another directory to begin anew, or the trainer more to do.",
+                self.checkpoint.directory,
+                self._trainer.global_step,
+            )
 
     def before_epoch(self) -> None:
         """An epoch begins. After one that was over, its order is drawn from the numbers that were to come then."""
