@@ -3,14 +3,16 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
+OLD := .venv-lightning
 
-.PHONY: setup lint format test test-long test-real soak bench demo clean
+.PHONY: setup lint format test test-long test-lightning test-real soak bench demo clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo       two ranks train, one is killed, later one hangs; the job survives both"
 	@echo "make test       the test suite: pip packages only, no root"
 	@echo "make test-long  more cases of the fault tests, and those with many launchers; part of test-real"
+	@echo "make test-lightning  resuming, with the oldest releases of Lightning"
 	@echo "make test-real  tests that need root and Debian packages (network namespaces), and an S3 server from PyPI"
 	@echo "make lint       ruff and mypy"
 	@echo "make bench      the benchmarks; BENCH_NVRX=VENV adds the peer"
@@ -40,6 +42,14 @@ test: setup
 test-long: setup
 	$(BIN)/python -m pytest tests --ignore=tests/real -m long -n 3 --dist worksteal
 
+# The oldest releases of Lightning that run with this torch, in an environment of their own.
+test-lightning:
+	test -x $(OLD)/bin/python || $(PYTHON) -m venv $(OLD)
+	$(OLD)/bin/python -m pip install --quiet --disable-pip-version-check $$(grep '^torch==' constraints.txt) numpy
+	$(OLD)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e . \
+		lightning==2.0.9.post0 pytorch-lightning==2.0.0 "setuptools<81" pytest pytest-timeout
+	$(OLD)/bin/python -m pytest -W ignore -o filterwarnings= tests/integrations/lightning/test_resume.py
+
 test-real: setup test-long
 	@test "$$(id -u)" = 0 || { echo "make test-real needs root"; exit 1; }
 	@command -v ip >/dev/null || { apt-get update -qq && apt-get install -y -qq iproute2; }
@@ -58,4 +68,4 @@ demo: setup
 	@$(BIN)/resilience report .demo/run
 
 clean:
-	rm -rf $(VENV) .demo build dist *.egg-info
+	rm -rf $(VENV) $(OLD) .demo build dist *.egg-info

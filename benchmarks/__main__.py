@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Callable
 
-from benchmarks import checkpoint, guard, hang, harness, monitor, pulse, replication, restart
+from benchmarks import checkpoint, guard, hang, harness, lightning, monitor, pulse, replication, restart
 
 BENCHMARKS: dict[str, tuple[Callable[[], list[harness.Row]], str]] = {
     "pulse": (pulse.run, pulse.__doc__ or ""),
@@ -15,6 +15,7 @@ BENCHMARKS: dict[str, tuple[Callable[[], list[harness.Row]], str]] = {
     "restart": (restart.run, restart.__doc__ or ""),
     "checkpoint": (checkpoint.run, checkpoint.__doc__ or ""),
     "guard": (guard.run, guard.__doc__ or ""),
+    "lightning": (lightning.run, lightning.__doc__ or ""),
     "replication": (replication.run, replication.__doc__ or ""),
 }
 

@@ -233,7 +233,18 @@ ENV_LAUNCHER_PID = "RESILIENCE_LAUNCHER_PID"
 ENV_LATE_ATTACH = "RESILIENCE_LATE_ATTACH"
 ENV_RUN = "RESILIENCE_RUN"
 ENV_NODE_GROUP = "RESILIENCE_NODE_GROUP"
-_WORKER_VARIABLES = {ENV_SOCKET, ENV_CYCLE, ENV_LAUNCHER_PID, ENV_LATE_ATTACH, ENV_RUN, ENV_NODE_GROUP}
+# What people tell a rank, past the launcher.
+ENV_SIMULATED_FAULT = "RESILIENCE_SIMULATED_FAULT"
+ENV_FINISHED_FLAG_FILE = "FAULT_TOL_FINISHED_FLAG_FILE"
+_WORKER_VARIABLES = {
+    ENV_SOCKET,
+    ENV_CYCLE,
+    ENV_LAUNCHER_PID,
+    ENV_LATE_ATTACH,
+    ENV_RUN,
+    ENV_NODE_GROUP,
+    ENV_SIMULATED_FAULT,
+}
 
 
 @dataclass(frozen=True)
@@ -254,9 +265,22 @@ class RankEnvironment:
     group: str = ""  # of nodes that fail together; empty where none are known
 
 
+_told: dict[str, Any] = {}  # who this process is, by a framework that starts its ranks itself
+
+
 def rank_environment() -> RankEnvironment:
-    """Read what the launcher told this worker."""
+    """Read what the launcher told this worker, or else what the framework did that started it."""
     rank = os.environ.get("RANK", "")
+    found = _read_rank_environment(rank)
+    return found if rank or not _told else dataclasses.replace(found, **_told)
+
+
+def this_rank_is(rank: int, world: int, local_rank: int, local_world: int) -> None:
+    """Say who this process is, where no launcher has: a framework may start ranks without torchrun's variables."""
+    _told.update(rank=rank, world=world, local_rank=local_rank, local_world=local_world)
+
+
+def _read_rank_environment(rank: str) -> RankEnvironment:
     return RankEnvironment(
         socket=os.environ.get(ENV_SOCKET),
         rank=int(rank) if rank.isdigit() else None,
@@ -281,6 +305,16 @@ def _number(name: str, default: int) -> int:
 def error_file() -> str | None:
     """Return where torch wants the error of this worker written, if anywhere."""
     return os.environ.get("TORCHELASTIC_ERROR_FILE") or None
+
+
+def simulated_fault() -> str | None:
+    """Return the faults that an integration is to simulate on a rank, if any; see ``resilience.integrations.faults``."""
+    return os.environ.get(ENV_SIMULATED_FAULT) or None
+
+
+def finished_flag_file() -> str | None:
+    """Return the file that says, once it is there, that a chain of jobs has nothing left to train."""
+    return os.environ.get(ENV_FINISHED_FLAG_FILE) or None
 
 
 def tell_workers(variables: Mapping[str, str | None]) -> None:

@@ -40,6 +40,7 @@ PUBLIC = [
 
 # Which rooms a room may import, besides itself. Nothing imports what stands above it.
 BASE = {"config", "errors"}
+ADAPTERS_MAY_IMPORT = {"checkpoint", "failover", "integrations", "pulse", "recording", *BASE}  # what a rank may
 MAY_IMPORT = {
     "errors": set[str](),
     "config": {"errors", "values"},
@@ -85,6 +86,15 @@ def imports(path: Path, top_level_only: bool = False) -> tuple[str, ...]:
             assert node.level == 0, f"{path}: relative imports hide the room"
             found += [str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)]
     return tuple(found)
+
+
+def adapters() -> dict[str, Path]:
+    """Return every module of the integrations, by the name that it is installed under."""
+    found = {}
+    for path in sorted((REPO / "integrations").rglob("*.py")):
+        parts = ["resilience", "integrations", *path.relative_to(REPO / "integrations").with_suffix("").parts]
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
 
 
 def room_of(module: str) -> str:
@@ -176,6 +186,28 @@ def test_nothing_imports_the_integrations() -> None:
         assert not bad, f"{module} imports {bad}"
 
 
+@pytest.mark.parametrize("module", sorted(adapters()))
+def test_adapters_stand_on_what_a_rank_may_import_and_on_their_own_framework(module: str) -> None:
+    own = {"lightning": {"lightning", "pytorch_lightning"}, "pytorch_lightning": {"pytorch_lightning"}}
+    own["huggingface"] = {"transformers"}
+    parts = module.split(".")
+    frameworks = own.get(parts[2], set()) if len(parts) > 2 else set()
+    for name in imports(adapters()[module]):
+        if name.startswith("resilience."):
+            target = room_of(name)
+            assert target in ADAPTERS_MAY_IMPORT or target not in MAY_IMPORT, f"{module} imports {name}"
+        else:
+            top = name.partition(".")[0]
+            assert top in sys.stdlib_module_names | {"torch", "resilience"} | frameworks, f"{module} imports {name}"
+
+
+def test_every_adapter_is_packaged() -> None:
+    listed = (REPO / "pyproject.toml").read_text(encoding="utf-8")
+    for folder in {path.parent for path in adapters().values()}:
+        dotted = ".".join(["resilience", "integrations", *folder.relative_to(REPO / "integrations").parts])
+        assert f'"{dotted}"' in listed, f"{dotted} would be missing from a wheel"
+
+
 def test_nobody_writes_import_integrations() -> None:
     for folder in ("resilience", "integrations", "tests", "benchmarks", "examples"):
         for path in (REPO / folder).rglob("*.py"):
@@ -200,20 +232,20 @@ def test_rank_imports_nothing_installed_but_what_it_asks_for_itself() -> None:
 # -- things that are nowhere ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("module", sorted(modules()))
+@pytest.mark.parametrize("module", sorted(modules() | adapters()))
 def test_only_config_touches_the_environment(module: str) -> None:
     if module == "resilience.config":
         return
-    for node in ast.walk(tree_of(modules()[module])):
+    for node in ast.walk(tree_of((modules() | adapters())[module])):
         names = {getattr(node, "attr", ""), getattr(node, "id", "")} | {
             alias.name for alias in getattr(node, "names", []) if isinstance(alias, ast.alias)
         }
         assert not names & {"environ", "environb", "getenv", "putenv", "unsetenv"}, f"line {node.lineno}"  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("module", sorted(modules()))
+@pytest.mark.parametrize("module", sorted(modules() | adapters()))
 def test_nothing_is_unpickled_or_evaluated(module: str) -> None:
-    tree = tree_of(modules()[module])
+    tree = tree_of((modules() | adapters())[module])
     forbidden = {"pickle", "cPickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "yaml.load", "torch.load"}
     if module == "resilience._worker.__main__":
         forbidden.remove("marshal")  # a script may be a .pyc: the user's own code, which is run anyway
@@ -228,7 +260,7 @@ def test_nothing_is_unpickled_or_evaluated(module: str) -> None:
         torchs = [node for node in loads if ast.unparse(node.func) == "torch.load"]
         assert torchs
         assert all("weights_only=True" in ast.unparse(node) for node in torchs)
-    assert not forbidden & set(imports(modules()[module]))
+    assert not forbidden & set(imports((modules() | adapters())[module]))
     called = {node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
     allowed = {"exec", "compile"} if module == "resilience._worker.__main__" else set()
     assert called & {"eval", "exec", "compile", "__import__"} <= allowed
@@ -236,10 +268,10 @@ def test_nothing_is_unpickled_or_evaluated(module: str) -> None:
     assert not attributes & unsafe
 
 
-@pytest.mark.parametrize("module", sorted(modules()))
+@pytest.mark.parametrize("module", sorted(modules() | adapters()))
 def test_every_module_says_what_it_is_for_and_is_not_too_long(module: str) -> None:
-    text = modules()[module].read_text(encoding="utf-8")
-    assert ast.get_docstring(tree_of(modules()[module])), "no docstring"
+    text = (modules() | adapters())[module].read_text(encoding="utf-8")
+    assert ast.get_docstring(tree_of((modules() | adapters())[module])), "no docstring"
     assert len(text.splitlines()) <= 400, "a file over 400 lines wants a reason"
 
 

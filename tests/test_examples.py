@@ -78,6 +78,24 @@ def test_the_example_of_fsdp2_ends_the_same_under_every_launcher_and_with_a_kill
         assert undisturbed in it.log()
 
 
+@pytest.mark.long
+def test_the_example_of_fabric_ends_the_same_after_a_kill(tmp_path: Path) -> None:
+    script = str(ROOT / "examples" / "lightning_fabric.py")
+    straight = loss_of(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", script, str(tmp_path / "a")]
+    )
+    assert straight.endswith("on 2 ranks")
+    with job(tmp_path / "b", ["--max-restarts=3", "--nproc-per-node=2"], [script, str(tmp_path / "b" / "ck")]) as it:
+        ranks = wait_for(
+            lambda: [pid for pid in children(it.pid) if "lightning_fabric.py" in command_line(pid)],
+            "the ranks to start",
+        )
+        wait_for((tmp_path / "b" / "ck").exists, "the first of them to be ready to save")
+        os.kill(ranks[0], signal.SIGKILL)
+        assert it.wait() == 0, it.log()
+        assert straight in it.log()
+
+
 @pytest.mark.parametrize(
     "runs",
     [

@@ -64,6 +64,10 @@ class FlashCheckpoint:
     ``replica_bandwidth`` at most (bytes per second, or a text: ``"2GB/s"``).
     """
 
+    _alone = (
+        False  # of this process only, whatever the size of the job: for who is given a state that the others have not
+    )
+
     def __init__(
         self,
         directory: str | os.PathLike[str],
@@ -100,7 +104,7 @@ class FlashCheckpoint:
         )
         replication = options.Replication.of(replicas, replica_interface, replica_bandwidth, slots)
         self.directory = stores.where(directory)
-        self._place = place = Place.here()
+        self._place = place = Place.single() if self._alone else Place.here()
         self._replication = replication.without(place.alone)
         self._every = Intervals.of(memory_every, disk_every)
         self._restore_timeout = options.seconds("restore_timeout", restore_timeout)

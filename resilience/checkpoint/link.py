@@ -50,6 +50,12 @@ class Place:
         cycle = env.cycle if env.socket is not None else env.restarts
         return cls(env.rank or 0, env.world, env.local_rank, env.local_world, cycle, env.run)
 
+    @classmethod
+    def single(cls) -> Place:
+        """Be rank 0 of 1, in a job of whatever size."""
+        here = cls.here()
+        return cls(0, 1, 0, 1, here.cycle, here.run)
+
 
 class Link:
     """The line. ``wake`` is the descriptor that makes the saver look."""

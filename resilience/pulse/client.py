@@ -122,6 +122,14 @@ def stop_requested() -> bool:
     return _here.stop is not None and _here.stop.requested()
 
 
+def listen_for_stop() -> None:
+    """Take the signals of :func:`stop_requested` now, or again: a framework may have put handlers of its own in their place."""
+    if _here.stop is None:
+        _here.look()
+    if _here.stop is not None:
+        _here.stop.listen()
+
+
 def end_all_sections() -> None:
     """Close every open section. A ``with`` block that is still inside one leaves quietly later."""
     pulse = _here.pulse or _here.look()

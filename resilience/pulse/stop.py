@@ -53,7 +53,7 @@ class Stop:
         words = self._words
         words[W_STOP_CALLS] = self._calls = calls = self._calls + 1
         if calls == 1:
-            self._listen()
+            self.listen()
         armed = words[W_STOP_ARMED]
         if not armed:
             return self._alone and bool(words[W_STOP_ASKED])
@@ -75,13 +75,13 @@ class Stop:
                 return False
             time.sleep(0.001)
 
-    def _listen(self) -> None:
-        """Take SIGTERM and SIGUSR1 from now on; handlers that were there are called as well."""
+    def listen(self) -> None:
+        """Take SIGTERM and SIGUSR1 from now on; handlers that were there are called as well. Somebody may have taken them since."""
         if self._deaf or threading.current_thread() is not threading.main_thread():
             return
         for signum in SIGNALS:
             before = signal.getsignal(signum)
-            if before is not None:  # set by C code: left alone
+            if before is not None and before != self._on_signal:  # set by C code: left alone
                 self._before[signum] = before
                 signal.signal(signum, self._on_signal)
 

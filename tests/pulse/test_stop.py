@@ -430,3 +430,16 @@ def test_rank_with_others_and_no_launcher_leaves_signals_to_whoever_had_them() -
     stop = Stop(Page.private(), alone=False, deaf=True)
     assert not stop.requested()
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_signals_that_somebody_took_are_taken_back_and_handlers_are_called_once(page: Page) -> None:
+    heard: list[str] = []
+    signal.signal(signal.SIGTERM, lambda *_: heard.append("first"))
+    stop = Stop(page, alone=True)
+    assert not stop.requested()
+    signal.signal(signal.SIGTERM, lambda *_: heard.append("framework"))
+    for _ in range(2):
+        stop.listen()
+    signal.raise_signal(signal.SIGTERM)
+    assert heard == ["framework"]
+    assert stop.requested()
