@@ -17,7 +17,7 @@ help:
 	@echo "make test-real  tests that need root and Debian packages (network namespaces), and an S3 server from PyPI"
 	@echo "make lint       ruff and mypy"
 	@echo "make bench      the benchmarks; BENCH_NVRX=VENV adds the peer"
-	@echo "make soak       the long form of the fault tests"
+	@echo "make soak       the long form of the fault tests, and those that are rarely worth their time"
 
 setup: $(STAMP)
 
@@ -38,7 +38,7 @@ format: setup
 	$(BIN)/ruff format .
 
 test: setup
-	$(BIN)/python -m pytest tests --ignore=tests/real -m "not long" -n 3 --dist worksteal
+	$(BIN)/python -m pytest tests --ignore=tests/real -m "not long and not rare" -n 3 --dist worksteal
 
 test-long: setup
 	$(BIN)/python -m pytest tests --ignore=tests/real -m long -n 3 --dist worksteal
@@ -69,6 +69,7 @@ test-real: setup test-kubernetes test-long
 
 soak: setup
 	SOAK_ROUNDS=$${ROUNDS:-100} $(BIN)/python -m pytest tests/soak -n 2 --timeout=0
+	$(BIN)/python -m pytest tests --ignore=tests/real -m rare -n 2
 
 bench: setup
 	$(BIN)/python -m benchmarks

@@ -32,7 +32,7 @@ class SimulatedFaultParams:
 
     ``fault_type``: ``"kill"`` (SIGKILL), ``"hang"`` (the step never ends), ``"stop"`` (SIGSTOP), ``"slow"`` (``seconds`` more in
     every step from there on), NVRx's ``"rank_killed"`` and ``"rank_hung"``, or ``"random"``: one of those two. ``step``: it strikes
-    in this step; without one after ``base_delay`` seconds and up to ``rand_delay`` more.
+    in this step, or the first one after it; without one after ``base_delay`` seconds and up to ``rand_delay`` more.
     ``rank_to_fail``: ``None`` is any one of them.
     """
 
@@ -76,7 +76,7 @@ def _from_text(text: str) -> SimulatedFaultParams:
         try:
             fields[_SHORT.get(name, name)] = None if value == "any" else float(value) if "." in value else int(value)
         except ValueError:
-            raise ConfigError(f"{config.ENV_SIMULATED_FAULT}: {item!r} is not NAME=NUMBER.") from None
+            raise ConfigError(f"{config.ENV_SIMULATED_FAULT}: {item!r} is not NAME=NUMBER or NAME=any.") from None
     return _made(fields)
 
 
@@ -93,6 +93,7 @@ class Faults:
 
     def __init__(self, given: Sequence[SimulatedFaultParams], rank: int, world: int, cycle: int, run: str) -> None:
         self._mine: list[tuple[str, SimulatedFaultParams]] = []
+        self._struck: set[int] = set()
         for number, fault in enumerate(given):
             drawn = random.Random(f"{run}/{cycle}/{number}")  # the same on all ranks, without asking them
             kind = KINDS.get(fault.fault_type) or drawn.choice(["kill", "stop"])
@@ -107,8 +108,9 @@ class Faults:
 
     def strike(self, step: int) -> None:
         """Do what is due in this step."""
-        for kind, fault in self._mine:
-            if fault.step is not None and (fault.step == step or (kind == "slow" and step >= fault.step)):
+        for number, (kind, fault) in enumerate(self._mine):
+            if fault.step is not None and step >= fault.step and (kind == "slow" or number not in self._struck):
+                self._struck.add(number)  # a hang may be ended by an exception, and a stopped rank be continued
                 _ACTS[kind](fault)
 
     @staticmethod

@@ -6,11 +6,14 @@ is there.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from resilience import config
+
+_LOG = logging.getLogger("resilience")
 
 
 @dataclass(frozen=True)
@@ -46,5 +49,8 @@ def leave_mark() -> None:
     """Make the file, if the environment names one."""
     path = config.finished_flag_file()
     if path is not None:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path).touch()
+        try:
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            Path(path).touch()
+        except OSError as error:  # the training itself is complete
+            _LOG.error("training is complete, and %s, which is to say so, can't be made: %s", path, error)

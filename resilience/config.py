@@ -298,9 +298,22 @@ class RankEnvironment:
     group: str = ""  # of nodes that fail together; empty where none are known
 
 
+_told: dict[str, Any] = {}  # who this process is, by a framework that starts its ranks itself
+
+
 def rank_environment() -> RankEnvironment:
-    """Read what the launcher told this worker."""
+    """Read what the launcher told this worker, or else what the framework did that started it."""
     rank = os.environ.get("RANK", "")
+    found = _read_rank_environment(rank)
+    return found if rank or not _told else dataclasses.replace(found, **_told)
+
+
+def this_rank_is(rank: int, world: int, local_rank: int, local_world: int) -> None:
+    """Say who this process is, where no launcher has: a framework may start ranks without torchrun's variables."""
+    _told.update(rank=rank, world=world, local_rank=local_rank, local_world=local_world)
+
+
+def _read_rank_environment(rank: str) -> RankEnvironment:
     return RankEnvironment(
         socket=os.environ.get(ENV_SOCKET),
         rank=int(rank) if rank.isdigit() else None,

@@ -23,12 +23,11 @@ from typing import Any
 from resilience.integrations import finished
 from resilience.integrations.faults import Faults, parse
 from resilience.integrations.lightning import boundary, flavour, policy, signals
-from resilience.integrations.lightning.checkpoint_io import FlashIO, hyperparameters, unkept
+from resilience.integrations.lightning.checkpoint_io import prepare
 from resilience.integrations.lightning.progress import begin_as_usual
 from resilience.integrations.lightning.snapshots import Snapshots
 
 from resilience import config
-from resilience.errors import ConfigError
 from resilience.pulse import client
 from resilience.pulse.rank_monitor_client import RankMonitorClient
 
@@ -44,6 +43,7 @@ class Hooks:
     ``snapshots=False``: only watched. ``exc_handling_policy``: what follows an exception, see :mod:`policy`.
     ``simulated_fault_params``: see :mod:`faults`.
     ``allow_other_world``: go on with another number of ranks, although a place in the data may mean something else then.
+    ``strict=False``: load what fits of a snapshot of another model.
     Everything else is an option of ``FlashCheckpoint``: ``keep``, ``keep_every``, ``slots``, ``replicas``, ``verify``, ….
     """
 
@@ -58,6 +58,7 @@ class Hooks:
         exc_handling_policy: policy.Policy = None,
         simulated_fault_params: Any = None,
         allow_other_world: bool = False,
+        strict: bool = True,
         **options: Any,
     ) -> None:
         super().__init__()
@@ -68,7 +69,7 @@ class Hooks:
         self._wants_snapshots = snapshots
         self._policy = exc_handling_policy
         self._given_faults = parse(simulated_fault_params)
-        self._allow_other_world = allow_other_world
+        self._allow_other_world, self._strict = allow_other_world, strict
         self._snapshots: Snapshots | None = None
         self._signals = signals.Signals()
         self._expecting: client.expect_heartbeats | None = None
@@ -80,35 +81,45 @@ class Hooks:
         self._sanity_steps: int | float | None = None
         self._learned: dict[str, Any] = {}
         self._asked_at = 0.0
-        self._strike: Callable[[int], None] | None = None
-        self._count: Callable[[], int] = lambda: 0  # optimizer steps
-        self._step = client.section("step")
-        self._batch = client.section("validation step")
+        self._faults: Faults | None = None
+        self._strike: Callable[[], None] | None = None
+        self._steps: Any = None  # counts optimizer steps, see boundary.counter
+        self._asked: Callable[[], bool] = signals.never  # whether all ranks are to stop now
+        self._step: Any = None  # sections; made where the rank runs, since a callback may be sent to another process
+        self._batch: Any = None
 
     # -- beginning --------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """The strategy's environment is there, the model is not set up yet."""
         flavour.check(trainer, self)
+        flavour.tell_who(trainer)
         client.end_all_sections()
+        self._step, self._batch = client.section("step"), client.section("validation step")
         self._saving = False
         if stage != "fit":
             return
         client.section("setup").enter()
         self._signals.note()
         env = config.rank_environment()
-        faults = Faults(self._given_faults, trainer.global_rank, trainer.world_size, env.cycle, env.run)
-        self._strike = faults.strike if faults else None
+        self._faults = Faults(self._given_faults, trainer.global_rank, trainer.world_size, env.cycle, env.run)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Model, strategy and optimizers are there: take the memory, and restore."""
         self._first, self._last = True, trainer.global_step
-        if not self._wants_snapshots or trainer.fast_dev_run:
+        if trainer.fast_dev_run:
             return
-        self._check_plugin(trainer)
+        prepare(trainer)
+        if not self._wants_snapshots:
+            return
+        flavour.check_world(trainer)
         directory = self._directory if self._directory is not None else Path(trainer.default_root_dir) / "flash"
         self._snapshots = Snapshots(
-            directory, **self._settings, allow_other_world=self._allow_other_world, options=self._options
+            directory,
+            **self._settings,
+            allow_other_world=self._allow_other_world,
+            strict=self._strict,
+            options=self._options,
         )
         try:
             self._last = self._snapshots.open(trainer)
@@ -118,16 +129,6 @@ class Hooks:
         if self._snapshots.resumed:
             self._sanity_steps, trainer.num_sanity_val_steps = trainer.num_sanity_val_steps, 0
             self._put_aside(trainer)
-
-    @staticmethod
-    def _check_plugin(trainer: Any) -> None:
-        """Say now what the first checkpoint could not keep."""
-        if isinstance(trainer.strategy.checkpoint_io, FlashIO) and trainer.checkpoint_callbacks:
-            wrong = unkept(hyperparameters(trainer))
-            if wrong:
-                raise ConfigError(
-                    f"FlashCheckpointIO can't keep a part of this model's checkpoints: {wrong}. Nothing was trained."
-                )
 
     def _put_aside(self, trainer: Any) -> None:
         """A snapshot of this job is further than the checkpoint that the script begins with."""
@@ -158,14 +159,14 @@ class Hooks:
         if reads_late and trainer.ckpt_path and self._snapshots is not None:
             self._last = self._snapshots.restore()
             begin_as_usual(trainer.fit_loop)
-        epoch_loop = trainer.fit_loop.epoch_loop
-        self._count = lambda: epoch_loop.global_step
-        self._signals.take()
+        faults = self._faults
+        self._strike = (lambda: faults.strike(trainer.global_step)) if faults else None
+        self._asked = self._signals.take()
         self._expecting = client.expect_heartbeats()
         self._expecting.__enter__()
         if self._snapshots is not None:
             self._snapshots.aim()
-        boundary.watch(trainer, self._watcher(trainer))
+        self._watch(trainer)
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         """See Lightning. The loaders may be new ones."""
@@ -173,10 +174,11 @@ class Hooks:
         client.section("epoch end").leave()
         if self._snapshots is not None:
             self._snapshots.before_epoch()
-        boundary.watch(trainer, self._watcher(trainer))
+        self._watch(trainer)
 
-    def _watcher(self, trainer: Any) -> boundary.Watcher:
-        return _Between(self, trainer)
+    def _watch(self, trainer: Any) -> None:
+        self._steps = boundary.counter(trainer)
+        boundary.watch(trainer, self)
 
     # -- between two batches, and in them ---------------------------------------------------------------------------
 
@@ -189,15 +191,22 @@ class Hooks:
     on_after_backward: Any = None
     on_before_optimizer_step: Any = None
 
-    def between(self, trainer: Any, fetcher: Any) -> None:
+    def before_iteration(self, fetcher: Any) -> None:
+        """See :class:`boundary.Watcher`."""
+        if self._snapshots is not None:
+            self._snapshots.before_iteration(fetcher)
+
+    def before_batch(self, fetcher: Any) -> None:
         """Everything of the last batch is over, and the next one is not fetched yet."""
-        self._over()
+        self._step.close()
+        if self._saving:
+            self._over()
         if self._first:
             self._begin(fetcher)
-        step = self._count()
-        stop = self._signals.agreed and signals.asked()
-        new = step != self._last or step == 0
-        whole = new if self._snapshots is None else self._snapshots.take(fetcher, step, stop)
+        step = self._steps.completed
+        stop = self._asked()
+        snapshots = self._snapshots
+        whole = (step != self._last or not step) if snapshots is None else snapshots.take(fetcher, step, stop)
         self._last = step
         client.heartbeat(step - 1 if step else None)
         if stop and whole:
@@ -209,11 +218,11 @@ class Hooks:
             self._snapshots.arrive(fetcher)
         client.section("setup").leave()
 
-    def in_batch(self, trainer: Any) -> None:
+    def after_batch(self) -> None:
         """The batch is there. Forward, backward, the reduction of gradients and the optimizer's step follow."""
-        self._step.enter()
+        self._step.__enter__()
         if self._strike is not None:
-            self._strike(trainer.global_step)
+            self._strike()
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """See Lightning. What other callbacks and the module do now has a clock of its own."""
@@ -319,6 +328,8 @@ class Hooks:
         if self._snapshots is not None:
             closing, self._snapshots = self._snapshots, None
             closing.close()
+            if self._first:
+                closing.stay()
         if self._leaves_mark and trainer.is_global_zero and finished.is_complete(finished.End.of(trainer)):
             finished.leave_mark()
         client.end_all_sections()
@@ -335,7 +346,9 @@ class Hooks:
                 if leaving is not None:
                     leaving.close()
             client.done()
-            _LOG.info("%s.", exception)
+            _LOG.log(
+                logging.INFO if exception.code == 0 else logging.WARNING, "%s. Start it again to go on.", exception
+            )
             return
         action = policy.follow(self._policy, exception)
         if leaving is not None:
@@ -349,24 +362,3 @@ class Hooks:
         expecting, self._expecting = self._expecting, None
         if expecting is not None:
             expecting.__exit__(None, None, None)
-
-
-class _Between:
-    """Tells a callback what the fetcher is about to do."""
-
-    def __init__(self, callback: Hooks, trainer: Any) -> None:
-        self._callback = callback
-        self._trainer = trainer
-
-    def before_iteration(self, fetcher: Any) -> None:
-        """See :class:`boundary.Watcher`."""
-        if self._callback._snapshots is not None:
-            self._callback._snapshots.before_iteration(fetcher)
-
-    def before_batch(self, fetcher: Any) -> None:
-        """See :class:`boundary.Watcher`."""
-        self._callback.between(self._trainer, fetcher)
-
-    def after_batch(self) -> None:
-        """See :class:`boundary.Watcher`."""
-        self._callback.in_batch(self._trainer)

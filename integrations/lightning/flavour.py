@@ -11,6 +11,7 @@ import importlib.util
 import sys
 from typing import Any
 
+from resilience import config
 from resilience.errors import ConfigError
 
 NAMES = ("lightning.pytorch", "pytorch_lightning")
@@ -45,6 +46,23 @@ def of(trainer: Any, module: str) -> Any:
 def version(trainer: Any) -> str:
     """Return the version of the package that a trainer comes from."""
     return str(importlib.import_module(package_of(trainer)).__version__)
+
+
+def tell_who(trainer: Any) -> None:
+    """Say which rank this is, where Lightning starts the ranks itself: without torchrun's variables, or with some of them."""
+    if config.rank_environment().rank is None and trainer.world_size > 1:
+        config.this_rank_is(trainer.global_rank, trainer.world_size, trainer.local_rank, trainer.num_devices)
+
+
+def check_world(trainer: Any) -> None:
+    """Raise :class:`ConfigError` if the job has other ranks than the trainer: each would train a model of its own."""
+    env = config.rank_environment()
+    if env.world != trainer.world_size:
+        raise ConfigError(
+            f"the job has {env.world} ranks and this trainer {trainer.world_size} (rank {env.rank}): each would train a model of "
+            f"its own into the same snapshots. Nothing was trained. Give the trainer devices={env.local_world}, num_nodes and a "
+            'strategy ("ddp"), or start one process.'
+        )
 
 
 def check(trainer: Any, callback: Any) -> None:

@@ -33,12 +33,13 @@ class Position:
         self._skipped = 0  # batches that were left out at the sampler
         self._moved = False  # stateful loaders were told their place, and the iterator was made after that
         self._before: list[Any] = []  # states of stateful loaders, one batch ago
+        self._lengths: list[int | None] = []  # batches in an epoch, of each loader
 
     def state_dict(self, fetcher: Any) -> dict[str, Any]:
         """Return the place: how many batches were drawn. That need not be how many the epoch has had: Lightning's own resume in
         the middle of one begins the data anew."""
         states = self._before if _is_ahead(fetcher) else _states(_loaders(fetcher))
-        return {"batches": self._drawn, "order": self._order, "loaders": states}
+        return {"batches": self._drawn, "order": self._order, "loaders": states, "lengths": self._lengths}
 
     def go_to(self, state: dict[str, Any] | None) -> None:
         """Have the next :meth:`arrive` go to a place."""
@@ -47,6 +48,7 @@ class Position:
     def before_iteration(self, fetcher: Any) -> None:
         """An iterator is about to be made: note what its order is made from, or have it made from what was noted."""
         loaders, target, self._drawn = _loaders(fetcher), self._target, 0
+        self._lengths = [_length(loader) for loader in loaders]
         if target is None:
             self._order = {"torch": torch.get_rng_state(), "generators": [_generator_states(one) for one in loaders]}
             self._before = _states(loaders) if _is_ahead(fetcher) else []
@@ -71,6 +73,7 @@ class Position:
         if target is None:
             return
         batches, stateful = target["batches"], [state for state in target["loaders"] if state is not None]
+        self._compare(target.get("lengths", []), loaders)
         if not self._moved and (stateful or (batches and self._may_begin_again(loaders))):
             iter(fetcher)
         elif not self._moved and not self._skipped:
@@ -85,14 +88,41 @@ class Position:
                 "with a BatchSampler of torch, would be there at once.",
                 left,
             )
-        step = boundary.own_class(fetcher).__next__
-        for _ in range(left):
-            step(fetcher)
+        self._go_through(fetcher, left)
         self._drawn = batches
-        fetcher.fetched = completed + (1 if _is_ahead(fetcher) else 0)
+        _set_fetched(fetcher, completed + (1 if _is_ahead(fetcher) else 0))
         iterator = getattr(_combined(fetcher), "_iterator", None)
         if iterator is not None and hasattr(iterator, "_idx"):
             iterator._idx = fetcher.fetched
+
+    @staticmethod
+    def _compare(before: list[int | None], loaders: list[Any]) -> None:
+        """Say that the data has changed, if its length tells."""
+        now = [_length(loader) for loader in loaders]
+        if before and now != before:
+            _LOG.warning(
+                "the training data has %s batches, and had %s when the snapshot was taken (another batch size, or other data): the "
+                "rest of this epoch is not what it would have been.",
+                now,
+                before,
+            )
+
+    @staticmethod
+    def _go_through(fetcher: Any, batches: int) -> None:
+        """Draw batches and throw them away. Nothing is known of the random numbers that training drew between them."""
+        step = boundary.own_class(fetcher).__next__
+        _set_fetched(fetcher, 1 if _is_ahead(fetcher) else 0)
+        drew = 0
+        for number in range(batches):
+            before = torch.get_rng_state()
+            step(fetcher)
+            drew += number > 0 and not torch.equal(before, torch.get_rng_state())
+        if drew:
+            _LOG.warning(
+                "the training data draws from torch's random numbers while it is read in this process, and so may training: the "
+                "batches from here on need not be those of an uninterrupted run. Give the data a generator of its own, or use "
+                "a StatefulDataLoader."
+            )
 
     def _may_begin_again(self, loaders: list[Any]) -> bool:
         """Whether making the iterator anew gives the same order, and spares reading what is left out."""
@@ -146,6 +176,21 @@ class _From:
 
 def _combined(fetcher: Any) -> Any:
     return fetcher.combined_loader if hasattr(fetcher, "combined_loader") else fetcher.dataloader  # up to 2.0.8
+
+
+def _set_fetched(fetcher: Any, number: int) -> None:
+    """Have a fetcher know how many batches it has fetched, and whether those are all."""
+    fetcher.fetched = number
+    length = fetcher.length if hasattr(fetcher, "length") else _length(_combined(fetcher))
+    if length is not None and "done" in vars(fetcher):
+        fetcher.done = number >= length
+
+
+def _length(loader: Any) -> int | None:
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):
+        return None
 
 
 def _loaders(fetcher: Any) -> list[Any]:

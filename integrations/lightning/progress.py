@@ -17,18 +17,9 @@ from resilience.integrations.lightning import flavour
 
 _COUNTERS = ("_batches_that_stepped",)  # numbers of loops that are not in a progress
 _NUMBERS = (int, bool, float, type(None))
-_STANDARD = frozenset(
-    {
-        "epoch",
-        "global_step",
-        "pytorch-lightning_version",
-        "state_dict",
-        "loops",
-        "callbacks",
-        "optimizer_states",
-        "lr_schedulers",
-    }
-)
+_NOTHING = object()
+_SAME = "resilience.same"  # keys of what a hook has given another name to
+_LIGHTNING = ("lightning.", "pytorch_lightning.")
 
 
 class Progress:
@@ -60,6 +51,7 @@ class Progress:
         trainer = self._trainer
         self._loops, self.over = json.loads(state["loops"]), state["over"]
         load_loops(self._counted, self._loops)
+        trainer.should_stop = state["should_stop"]
         for callback in trainer.callbacks:
             known = state["callbacks"].get(callback.state_key)
             if known:
@@ -86,18 +78,21 @@ class Progress:
         module = trainer.lightning_module
         if not mine and not _overrides(module, "on_save_checkpoint"):
             return {}
-        checkpoint = self._as_checkpoint(loops, callbacks)
+        standard = self._as_checkpoint(loops, callbacks)
+        checkpoint = dict(standard)
         for callback in mine:
             callback.on_save_checkpoint(trainer, module, checkpoint)
         module.on_save_checkpoint(checkpoint)
-        return {key: value for key, value in checkpoint.items() if key not in _STANDARD}
+        return _added(standard, checkpoint)
 
     def _to_hooks(self, state: dict[str, Any]) -> None:
         trainer, module = self._trainer, self._trainer.lightning_module
         mine = [one for one in trainer.callbacks if _overrides(one, "on_load_checkpoint")]
         if not mine and not _overrides(module, "on_load_checkpoint"):
             return
-        checkpoint = {**self._as_checkpoint(self._loops, state["callbacks"]), **state["hooks"]}
+        standard = self._as_checkpoint(self._loops, state["callbacks"])
+        again = {key: standard[name] for key, name in state["hooks"].get(_SAME, {}).items()}
+        checkpoint = {**standard, **{key: value for key, value in state["hooks"].items() if key != _SAME}, **again}
         module.on_load_checkpoint(checkpoint)
         for callback in mine:
             callback.on_load_checkpoint(trainer, module, checkpoint)
@@ -120,6 +115,23 @@ class Progress:
 def _callback_states(trainer: Any) -> dict[str, Any]:
     found = {callback.state_key: callback.state_dict() for callback in trainer.callbacks}
     return {key: state for key, state in found.items() if state}
+
+
+def _added(standard: dict[str, Any], checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """Return what hooks have put into a checkpoint, or in the place of what was there; a thing that was only given another name
+    (as weight averaging does with the weights) by that, and not once more."""
+    names = {id(value): key for key, value in standard.items()}
+    new = {key: value for key, value in checkpoint.items() if value is not standard.get(key, _NOTHING)}
+    same = {key: names[id(value)] for key, value in new.items() if id(value) in names}
+    found = {key: value for key, value in new.items() if key not in same}
+    return {**found, _SAME: same} if same else found
+
+
+def begins_with_hooks(trainer: Any) -> bool:
+    """Whether somebody's own hooks run when training or an epoch begins. Lightning's callbacks know when they are restored."""
+    mine = [one for one in trainer.callbacks if not type(one).__module__.startswith(_LIGHTNING)]
+    hooks = ("on_train_start", "on_train_epoch_start")
+    return any(_overrides(one, hook) for one in (trainer.lightning_module, *mine) for hook in hooks)
 
 
 def _overrides(thing: Any, hook: str) -> bool:

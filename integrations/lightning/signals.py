@@ -9,17 +9,22 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Callable
 from typing import Any
 
 from resilience import config
+from resilience.failover import exits
 from resilience.pulse.client import listen_for_stop, stop_requested
 
 
 class Stopped(SystemExit):
-    """All ranks leave here, at the same step, because somebody wants the job to stop. The state is saved."""
+    """All ranks leave here, at the same step, because somebody wants the job to stop. The state is saved.
+
+    A launcher of ours ends with exit code 79 then, and its ranks with 0; a process on its own says it itself.
+    """
 
     def __init__(self, step: int) -> None:
-        super().__init__(0)
+        super().__init__(0 if config.rank_environment().socket is not None else exits.PREEMPTED)
         self.step = step
 
     def __str__(self) -> str:
@@ -30,22 +35,25 @@ class Signals:
     """Who answers SIGTERM."""
 
     def __init__(self) -> None:
-        env = config.rank_environment()
-        self.agreed = env.socket is not None or env.world < 2
+        self.agreed = False
         self._before: Any = None
 
     def note(self) -> None:
-        """Lightning has not registered its handler yet."""
+        """Lightning has not registered its handler yet, and it is known who this rank is."""
+        env = config.rank_environment()
+        self.agreed = env.socket is not None or env.world < 2
         self._before = signal.getsignal(signal.SIGTERM)
 
-    def take(self) -> None:
-        """Lightning has: have ours answer, and what was there before."""
+    def take(self) -> Callable[[], bool]:
+        """Lightning has: have ours answer, and what was there before. Return what says whether all ranks are to leave now; it is
+        called once between two batches, on every rank."""
         if self.agreed and self._before is not None and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, self._before)
             listen_for_stop()
         self._before = None
+        return stop_requested if self.agreed else never
 
 
-def asked() -> bool:
-    """Whether all ranks are to leave now. Called once between two batches, on every rank."""
-    return stop_requested()
+def never() -> bool:
+    """Nobody asks."""
+    return False

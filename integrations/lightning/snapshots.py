@@ -13,13 +13,14 @@ gradients are accumulated there is none, since they are no part of it.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from resilience.integrations.lightning.metrics import Metrics
 from resilience.integrations.lightning.position import Position
-from resilience.integrations.lightning.progress import Progress
+from resilience.integrations.lightning.progress import Progress, begins_with_hooks
 
 from resilience.checkpoint.flash import FlashCheckpoint
 from resilience.checkpoint.receipt import Receipt
@@ -38,6 +39,10 @@ class Due:
     def since(self, last: int, now: int) -> bool:
         """Whether so many steps were completed between two numbers of steps. One batch may make several, or none."""
         return self.steps > 0 and now // self.steps > last // self.steps
+
+    def after(self, now: int) -> float:
+        """Return the number of steps at which the interval is over next."""
+        return (now // self.steps + 1) * self.steps if self.steps > 0 else math.inf
 
 
 class _Place:
@@ -63,9 +68,11 @@ class Snapshots:
     def __init__(
         self,
         directory: str | Path,
+        *,
         memory_every: Any,
         disk_every: Any,
         allow_other_world: bool,
+        strict: bool,
         options: Mapping[str, Any],
     ) -> None:
         self._directory = directory
@@ -74,9 +81,10 @@ class Snapshots:
             "memory_every": 1 if self._memory.steps else memory_every,
             "disk_every": None if self._disk.steps else disk_every,
         }
-        self._allow_other_world = allow_other_world
+        self._wish = {"allow_other_world": allow_other_world, "strict": strict}
         self._options = dict(options)
         self._last = 0  # optimizer steps at the last look
+        self._due = 0.0  # no snapshot before so many
         self._arrived = False  # training is where it was, or at its beginning, and nothing has happened since
         self._random: Any = None  # to be set at the first batch
         self.resumed = False
@@ -100,7 +108,8 @@ class Snapshots:
 
     def restore(self) -> int:
         """Go back to the newest snapshot, if there is one; return how many optimizer steps are done."""
-        self._last = self.checkpoint.restore(allow_fresh_start=True, allow_other_world=self._allow_other_world)
+        self._due = 0.0
+        self._last = self.checkpoint.restore(allow_fresh_start=True, **self._wish)
         self.resumed = self._place.loaded is not None
         if self._place.loaded is not None:
             self._random, self._place.start = Random().state(), self._place.loaded["start"]
@@ -120,6 +129,8 @@ class Snapshots:
         self._arrived = True
         if not self.resumed:
             return
+        if not self._progress.over and begins_with_hooks(self._trainer):
+            self._undo()
         loaded, self._place.loaded = self._place.loaded, None
         if not self._progress.over and loaded is not None:
             self._progress.count()
@@ -127,6 +138,25 @@ class Snapshots:
         self._progress.resume()
         self._metrics.resume()
         self._set_random()
+
+    def _undo(self) -> None:
+        """An epoch began, which it had done already, and what hooks have done then is in the state: restore once more."""
+        random = Random().state()  # the order of the epoch is drawn from these
+        self.checkpoint.restore(**self._wish)
+        _set_random(random)
+
+    def stay(self) -> None:
+        """There was not one batch left to train with: say so, and leave the random numbers where they were."""
+        if not self.resumed:
+            return
+        self._set_random()
+        if self._trainer.is_global_zero:
+            _LOG.warning(
+                "nothing was left to train: the job in %s is at its end, after %s optimizer steps, and so is this model. Give "
+                "another directory to begin anew, or the trainer more to do.",
+                self.checkpoint.directory,
+                self._trainer.global_step,
+            )
 
     def before_epoch(self) -> None:
         """An epoch begins. After one that was over, its order is drawn from the numbers that were to come then."""
@@ -154,18 +184,21 @@ class Snapshots:
     def take(self, fetcher: Any, now: int, stop: bool = False) -> bool:
         """Take a snapshot if one is due after ``now`` optimizer steps, or before a ``stop``. Return whether training is at a place
         that can be gone on from."""
-        last = self._last
+        last, self._last = self._last, now
         arrived, self._arrived = self._arrived, False
-        if now == last:  # nothing is new: gradients are accumulated, or the first batch comes
-            self._place.position.before_batch(fetcher)
-            return arrived
-        self._last = now
-        if stop or not self._memory.steps or self._memory.since(last, now) or self._disk.since(last, now):
-            self._place.fetcher = fetcher
-            disk = True if stop or self._disk.since(last, now) else None
-            self._save(now - 1, disk, _PATIENCE_S if stop else None)
+        moved = now != last  # else nothing is new: gradients are accumulated, or the first batch comes
+        if moved and (now >= self._due or stop):
+            self._take(fetcher, last, now, stop)
         self._place.position.before_batch(fetcher)
-        return True
+        return moved or arrived
+
+    def _take(self, fetcher: Any, last: int, now: int, stop: bool) -> None:
+        disk = stop or self._disk.since(last, now)
+        by_clock = not self._memory.steps
+        if disk or by_clock or self._memory.since(last, now):
+            self._place.fetcher = fetcher
+            self._save(now - 1, True if disk else None, _PATIENCE_S if stop else None)
+        self._due = 0.0 if by_clock else min(self._memory.after(now), self._disk.after(now))
 
     def finish(self) -> None:
         """Training is at its end: have that on disk."""

@@ -34,9 +34,7 @@ class Staging(FlashCheckpoint):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, disk_every=None, keep=_KEEP, slots=2)
         self.folder = folder
-        self.left: tuple[int, str] | None = (
-            None  # what an earlier life has left here: a step, and the file it was meant for
-        )
+        self.left: int | None = None  # the newest that an earlier life has left here without its file
         try:
             found = self._agree(None, self._look, fresh=True)
         except BaseException as error:
@@ -47,18 +45,28 @@ class Staging(FlashCheckpoint):
     def _look(self, opened: Opened) -> None:
         state = opened.values.get("state", {})
         if isinstance(state.get("path"), str) and state["number"] > self._last_published():
-            self.left = (state["number"], state["path"])
+            self.left = state["number"]
 
-    def publish(self, number: int, path: Path) -> None:
-        """Make the file of a checkpoint that is on disk, and note that it is there."""
+    def unpublished(self) -> list[int]:
+        """Return what is on disk and was not made a file, oldest first."""
+        last = self._last_published()
+        return sorted(item.manifest.step for item in Directory(self.folder).stored() if item.manifest.step > last)
+
+    def publish(self, number: int) -> Path:
+        """Make the file of a checkpoint that is on disk, and note that it is there; return its path."""
         folder = self.whole(number)
         if folder is None:
             raise CheckpointError("the saver has lost it")
-        publish(folder, path)
+        path = publish(folder)
         mark = self.folder / _PUBLISHED
         partial = mark.with_name(f".{_PUBLISHED}.{os.getpid()}")
         partial.write_text(str(number))
         partial.replace(mark)
+        return path
+
+    def hear(self) -> None:
+        """Raise :class:`SaveError` if the saver could not write something since it was asked last."""
+        self._attendant.hear()
 
     def _last_published(self) -> int:
         try:
@@ -84,10 +92,16 @@ class Staging(FlashCheckpoint):
         """All of them are files now: remove what was on its way."""
         for item in Directory(self.folder).stored():
             shutil.rmtree(str(item.path), ignore_errors=True)
+        (self.folder / _PUBLISHED).unlink(missing_ok=True)  # numbers begin again
+
+
+def is_unfinished(folder: Path) -> bool:
+    """Whether an earlier life has left something in a folder of staged checkpoints: one that ended well leaves a lock at most."""
+    return folder.is_dir() and any(not path.name.startswith(".") for path in folder.iterdir())
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """Return a checkpoint that is on disk. Every byte is checked; nothing in it is executed."""
+    """Return a checkpoint that is on disk, and what it is meant for. Every byte is checked; nothing in it is executed."""
     opened = reading.open_disk(folder, read_manifest(folder), 0)
     if not isinstance(opened.values, dict) or "state" not in opened.values:
         raise CheckpointError(f"{folder} is a checkpoint of another kind. Nothing was loaded.")
@@ -95,17 +109,19 @@ def read(folder: Path) -> dict[str, Any]:
     wrong = opened.check.wrong()
     if wrong:
         raise CheckpointError(f"{folder} is damaged: {wrong}. Nothing was loaded.")
-    checkpoint: dict[str, Any] = state["checkpoint"]
-    return checkpoint
+    found: dict[str, Any] = state
+    return found
 
 
-def publish(folder: Path, path: Path) -> None:
-    """Make a file of a checkpoint that is on disk, as ``torch.save`` does. It is there whole, or as it was before."""
+def publish(folder: Path) -> Path:
+    """Make a file of a checkpoint that is on disk, as ``torch.save`` does; return its path. It is whole, or as it was before."""
+    state = read(folder)
+    path = Path(state["path"])
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         with partial.open("wb") as file:
-            torch.save(read(folder), file)
+            torch.save(state["checkpoint"], file)
             file.flush()
             os.fsync(file.fileno())
         if path.is_dir() and not path.is_symlink():
@@ -114,3 +130,4 @@ def publish(folder: Path, path: Path) -> None:
         sync(path.parent)
     finally:
         partial.unlink(missing_ok=True)
+    return path

@@ -14,7 +14,8 @@ import pytest
 from tests.faults.test_strategies import finish
 from tests.jobs import WORKLOADS, Fleet, Job
 
-pytestmark = [pytest.mark.spawns, pytest.mark.long, pytest.mark.timeout(240)]
+LONG, RARE = pytest.mark.long, pytest.mark.rare
+pytestmark = [pytest.mark.spawns, pytest.mark.timeout(240)]
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,7 @@ def expect_report(node: Job, cycle: int, kind: Kind, strategy: str, action: str)
     assert report["action_detail"] in block
 
 
+@LONG
 @pytest.mark.parametrize("strategy", ["NORMAL", "GLOBAL"])
 def test_every_kind_restarts_all_workers(tmp_path: Path, strategy: str) -> None:
     """One after the other in one job: after each, the next one is handled like the first."""
@@ -102,6 +104,7 @@ def test_every_kind_restarts_all_workers(tmp_path: Path, strategy: str) -> None:
         assert finish([it.nodes[0], other]) == [0, 0], it.logs()
 
 
+@LONG
 def test_hardware_code_is_a_node_failover_even_if_the_extension_says_normal(tmp_path: Path) -> None:
     kind = next(kind for kind in KINDS if kind.order == "exit 201")
     with two_nodes(tmp_path, "NORMAL") as it:
@@ -110,6 +113,7 @@ def test_hardware_code_is_a_node_failover_even_if_the_extension_says_normal(tmp_
         expect_report(it.nodes[0], 0, kind, "NODE", "node")
 
 
+@LONG
 def test_every_kind_makes_its_node_leave_and_another_one_take_its_place(tmp_path: Path) -> None:
     with two_nodes(tmp_path, "NODE") as it:
         for cycle, kind in enumerate(KINDS):
@@ -123,7 +127,13 @@ def test_every_kind_makes_its_node_leave_and_another_one_take_its_place(tmp_path
         assert finish([it.nodes[0], it.nodes[-1]]) == [0, 0], it.logs()
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=IDS)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, id=name, marks=RARE if name in ("exit-3", "kill-SIGKILL", "memory") else LONG)
+        for kind, name in zip(KINDS, IDS, strict=True)
+    ],
+)
 def test_every_kind_ends_every_launcher(tmp_path: Path, kind: Kind) -> None:
     with two_nodes(tmp_path, "ABORTION") as it:
         strike(it.nodes[1], kind)

@@ -24,6 +24,7 @@ OPTIONS = ["--max-restarts=4", "--ft-rank-term-timeout=2", "--ft-testimony-timeo
 ONE, TWO = ["--nproc-per-node=1"], ["--nproc-per-node=2"]
 DDP = str(WORKLOADS / "ddp_flash.py")
 SNAPSHOTS = str(WORKLOADS / "snapshots.py")
+CHAIR = pytest.param(True, id="of rank 0", marks=pytest.mark.long)
 
 
 @contextmanager
@@ -128,8 +129,7 @@ def kill(*pids: int) -> None:
             os.kill(pid, number)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("chair", [True, False], ids=["of rank 0", "of the other node"])
+@pytest.mark.parametrize("chair", [CHAIR, pytest.param(False, id="of the other node", marks=pytest.mark.rare)])
 def test_saver_that_is_killed_is_replaced_and_the_nodes_go_on_deciding_together(tmp_path: Path, chair: bool) -> None:
     with two_nodes(tmp_path, TWO, [SNAPSHOTS, str(tmp_path / "ck"), "300", "64"], DISK_EVERY="7", DT="0.03") as it:
         node = of_node(it, chair)
@@ -144,8 +144,7 @@ def test_saver_that_is_killed_is_replaced_and_the_nodes_go_on_deciding_together(
         assert Directory(tmp_path / "ck").stored()[0].manifest.step == 299
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("chair", [True, False], ids=["of rank 0", "of the other node"])
+@pytest.mark.parametrize("chair", [CHAIR, pytest.param(False, id="of the other node", marks=pytest.mark.long)])
 def test_rank_and_saver_killed_together_cost_no_step_that_was_complete(tmp_path: Path, chair: bool) -> None:
     with two_nodes(tmp_path, TWO, [SNAPSHOTS, str(tmp_path / "ck"), "150", "64"], DISK_EVERY="1000", DT="0.02") as it:
         node = of_node(it, chair)

@@ -31,9 +31,15 @@ def without(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         return finals(it)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("mode", ["blocking", "overlap"])
-@pytest.mark.parametrize("bad", ["nan 1 13", "spike 0 13"])
+@pytest.mark.parametrize(
+    ("bad", "mode"),
+    [
+        pytest.param("nan 1 13", "blocking", marks=pytest.mark.long),
+        pytest.param("spike 0 13", "overlap", marks=pytest.mark.long),
+        pytest.param("nan 1 13", "overlap", marks=pytest.mark.rare),
+        pytest.param("spike 0 13", "blocking", marks=pytest.mark.rare),
+    ],
+)
 def test_bad_batch_of_one_rank_is_undone_on_both_bit_for_bit(
     tmp_path: Path, without: list[str], bad: str, mode: str
 ) -> None:

@@ -33,7 +33,7 @@ def run_to_verdict(
         ("beats:loop", ["--ft-rank-heartbeat-timeout=1.5"], "no heartbeat"),
         ("after:sleep", ["--ft-rank-exit-timeout=1.5"], "not ended after its loop"),
         *(
-            pytest.param(*case, marks=pytest.mark.long)
+            pytest.param(*case, marks=pytest.mark.rare)
             for case in (
                 (
                     "load:ignore-term",

@@ -108,8 +108,14 @@ def test_node_that_is_lost_gets_its_state_back_from_a_peer_and_all_go_on(tmp_pat
         assert item.manifest.step == 89, "nothing was on disk before"
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("place", [0, 1, 2])
+@pytest.mark.parametrize(
+    "place",
+    [
+        pytest.param(0, marks=pytest.mark.long),
+        pytest.param(1, marks=pytest.mark.rare),
+        pytest.param(2, marks=pytest.mark.long),
+    ],
+)
 def test_any_of_three_nodes_with_two_ranks_each_can_be_lost(tmp_path: Path, place: int) -> None:
     """That of rank 0 too, which is the chair's. Two of them are of one group, and keep no copies for each other."""
     with nodes(tmp_path, 3, [SNAPSHOTS, str(tmp_path / "ck"), "150", "256"], ranks=2, groups="aab") as it:

@@ -37,10 +37,10 @@ KILLED = [
     pytest.param("fsdp2", 2, "overlap", marks=pytest.mark.long, id="fsdp2-overlap"),
     pytest.param("fsdp2", 3, "blocking", marks=pytest.mark.long, id="fsdp2-3"),
     pytest.param("hsdp", 4, "blocking", marks=pytest.mark.long, id="hsdp"),
-    pytest.param("hsdp", 4, "overlap", marks=pytest.mark.long, id="hsdp-overlap"),
+    pytest.param("hsdp", 4, "overlap", marks=pytest.mark.rare, id="hsdp-overlap"),
     pytest.param("fsdp1", 2, "blocking", marks=pytest.mark.long, id="fsdp1"),
-    pytest.param("fsdp1", 2, "overlap", marks=pytest.mark.long, id="fsdp1-overlap"),
-    pytest.param("fsdp1-flat", 2, "blocking", marks=pytest.mark.long, id="fsdp1-flat"),
+    pytest.param("fsdp1", 2, "overlap", marks=pytest.mark.rare, id="fsdp1-overlap"),
+    pytest.param("fsdp1-flat", 2, "blocking", marks=pytest.mark.rare, id="fsdp1-flat"),
     pytest.param("fsdp1-mesh", 2, "blocking", marks=pytest.mark.long, id="fsdp1-mesh"),
 ]
 
@@ -60,19 +60,26 @@ ONWARD = [
     ("fsdp2", 2, "fsdp2", 3),
     ("ddp", 2, "fsdp2", 1),
     ("fsdp2", 2, "plain", 1),
+    ("hsdp", 4, "fsdp2", 3),
+    ("fsdp1", 3, "fsdp2", 2),
+    ("fsdp2", 2, "fsdp2", 8),
+]
+RARELY = [
     ("fsdp2", 3, "ddp", 2),
     ("fsdp2", 1, "fsdp2", 2),
-    ("hsdp", 4, "fsdp2", 3),
     ("ddp", 3, "hsdp", 4),
     ("plain", 1, "fsdp1", 2),
-    ("fsdp1", 3, "fsdp2", 2),
     ("fsdp1-mesh", 2, "ddp", 3),
-    ("fsdp2", 2, "fsdp2", 8),
 ]
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(("layout", "ranks", "then", "of"), ONWARD)
+@pytest.mark.parametrize(
+    ("layout", "ranks", "then", "of"),
+    [
+        *(pytest.param(*case, marks=pytest.mark.long) for case in ONWARD),
+        *(pytest.param(*case, marks=pytest.mark.rare) for case in RARELY),
+    ],
+)
 def test_what_some_ranks_saved_other_ranks_in_another_layout_restore(
     tmp_path: Path, layout: str, ranks: int, then: str, of: int
 ) -> None:

@@ -54,7 +54,14 @@ def test_normal_restarts_the_workers_of_all_nodes_in_place(tmp_path: Path) -> No
             node.assert_nothing_left()
 
 
-@pytest.mark.parametrize("code", [201, *(pytest.param(code, marks=pytest.mark.long) for code in (14, 128, 202))])
+@pytest.mark.parametrize(
+    "code",
+    [
+        201,
+        pytest.param(14, marks=pytest.mark.long),
+        *(pytest.param(code, marks=pytest.mark.rare) for code in (128, 202)),
+    ],
+)
 def test_hardware_code_ends_its_node_with_that_code_and_the_others_go_on_without_it(tmp_path: Path, code: int) -> None:
     with training(tmp_path, 3, "2:3", "--max-restarts=3") as it:
         it.nodes[2].order(f"exit {code}")
@@ -227,7 +234,7 @@ def test_spare_takes_over_and_the_ranks_of_the_others_stay(tmp_path: Path) -> No
 
 @pytest.mark.parametrize(
     "variable",
-    ["SLURM_PROCID", *(pytest.param(name, marks=pytest.mark.long) for name in ("GROUP_RANK", "JOB_COMPLETION_INDEX"))],
+    ["SLURM_PROCID", *(pytest.param(name, marks=pytest.mark.rare) for name in ("GROUP_RANK", "JOB_COMPLETION_INDEX"))],
 )
 def test_ranks_come_from_the_infrastructure_and_a_surplus_node_says_why_it_waits(tmp_path: Path, variable: str) -> None:
     with Fleet(tmp_path, "2", ["--max-restarts=3"], SCRIPT) as it:

@@ -31,7 +31,7 @@ TWO = "--nproc-per-node=2"
 def cases(all_of_them: list[Case], *long: str) -> list[Any]:
     """Those that begin so take a launcher more of what others here prove as well."""
     return [
-        pytest.param(case, id=case.name, marks=[pytest.mark.long] if case.name.startswith(long) else [])
+        pytest.param(case, id=case.name, marks=[pytest.mark.rare] if case.name.startswith(long) else [])
         for case in all_of_them
     ]
 

@@ -6,6 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.checkpoint.conftest import saver_home
+
+__all__ = ["saver_home"]
+
 _THEIRS = (
     "ignore:.*:UserWarning:lightning",
     "ignore:.*:UserWarning:pytorch_lightning",

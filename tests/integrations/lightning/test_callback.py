@@ -14,7 +14,7 @@ import lightning.pytorch as pl
 import pytest
 import pytorch_lightning
 import torch
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, ModelCheckpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from resilience.integrations import lightning as ours
 from resilience.integrations import pytorch_lightning as theirs
@@ -388,3 +388,12 @@ def test_rank_is_killed_or_stopped_for_real(tmp_path: Path, fault: str, end: Any
 def test_unknown_option_is_refused_before_anything_is_trained(tmp_path: Path) -> None:
     with pytest.raises((ResilienceError, TypeError)):
         trained(tmp_path, callback={"sloots": 3, "verify": False}, max_epochs=1)
+
+
+def test_weights_that_a_callback_averages_are_kept(tmp_path: Path) -> None:
+    straight = trained(tmp_path / "straight", also=(EMAWeightAveraging(decay=0.9),))
+    rows = Rows()
+    with pytest.raises(Crash):
+        trained(tmp_path / "broken", crash_at=11, rows=rows, also=(EMAWeightAveraging(decay=0.9),))
+    assert trained(tmp_path / "broken", rows=rows, also=(EMAWeightAveraging(decay=0.9),)) == straight
+    assert straight.digest != trained(tmp_path / "plain").digest, "else this test can't fail"

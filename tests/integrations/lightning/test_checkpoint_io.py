@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import signal
 import subprocess
 import sys
+import threading
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -14,13 +16,14 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from resilience.integrations.lightning import FlashCheckpointIO, ResilienceCallback
+from resilience.integrations.lightning import FlashCheckpointIO, ResilienceCallback, staging
 from torch.utils.data import DataLoader
 
 from resilience.checkpoint.encoding import register_codec
-from resilience.errors import ConfigError, ResilienceError
+from resilience.errors import ConfigError, ResilienceError, SaveError
+from tests.checkpoint.conftest import savers
 from tests.integrations.lightning.training import Model, Numbers, loader
-from tests.jobs import wait_for
+from tests.jobs import stopped, wait_for
 
 pytestmark = pytest.mark.spawns
 
@@ -136,6 +139,7 @@ def test_what_is_saved_is_what_it_was_when_it_was_saved(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, [plugin], [], max_epochs=1, enable_checkpointing=False)
     trainer.fit(model, loader("plain"), DataLoader(Numbers(), 8))
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    plugin.begin()  # else it is there when the call returns
     trainer.save_checkpoint(tmp_path / "x.ckpt")
     with torch.no_grad():
         for tensor in model.parameters():
@@ -184,27 +188,110 @@ def test_what_cannot_be_kept_is_said_before_step_0_with_the_callback_and_by_the_
 
 
 _DIES = """
-import os, sys
+import os, sys, threading
 from pathlib import Path
 import torch
 from resilience.integrations.lightning import FlashCheckpointIO
 from resilience.integrations.lightning import staging
-folder = Path(sys.argv[1])
-staging.publish = lambda *_: os.kill(os.getpid(), 9)  # when the saver has it, and before there is a file
-io = FlashCheckpointIO()
-io.save_checkpoint({"state_dict": {"weight": torch.arange(5)}, "epoch": 3}, folder / "x.ckpt")
+folder, names = Path(sys.argv[1]), sys.argv[3:]
+saved = threading.Event()
+# when the saver has it, and before there is a file
+staging.publish = lambda *_: (saved.wait(), os.kill(os.getpid(), 9))
+io = FlashCheckpointIO(*filter(None, [sys.argv[2]]))
+for name in names:
+    io.save_checkpoint({"state_dict": {"weight": torch.arange(5)}, "name": name}, folder / name)
+saved.set()
 io.wait()
 """
 
 
-def test_checkpoint_of_a_process_that_died_before_its_file_was_made_is_made_by_the_next(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", _DIES, str(tmp_path)], check=False, timeout=120)
-    assert done.returncode == -signal.SIGKILL
-    assert not (tmp_path / "x.ckpt").exists()
-    plugin = FlashCheckpointIO()
+def dies(folder: Path, *names: str, staged: str = "") -> None:
+    """Have a process save files, and die before the first of them is there."""
+    command = [sys.executable, "-c", _DIES, str(folder), staged, *names]
+    assert subprocess.run(command, check=False, timeout=120).returncode == -signal.SIGKILL
+    assert not list(folder.glob("*.ckpt"))
+
+
+@pytest.mark.parametrize("staged", ["", pytest.param("elsewhere", marks=pytest.mark.long)])
+def test_checkpoint_of_a_process_that_died_before_its_file_was_made_is_made_by_the_next(
+    tmp_path: Path, staged: str
+) -> None:
+    where = str(tmp_path / staged) if staged else ""
+    dies(tmp_path, "x.ckpt", staged=where)
+    plugin = FlashCheckpointIO(*filter(None, [where]))
     found = plugin.load_checkpoint(tmp_path / "x.ckpt", weights_only=False)
-    assert same(found, {"state_dict": {"weight": torch.arange(5)}, "epoch": 3})
+    assert same(found, {"state_dict": {"weight": torch.arange(5)}, "name": "x.ckpt"})
     plugin.teardown()
+
+
+def test_all_files_that_were_on_their_way_are_made_also_where_others_were_made_before(tmp_path: Path) -> None:
+    plugin = FlashCheckpointIO()
+    for number in range(4):
+        plugin.save_checkpoint({"name": number}, tmp_path / "before.ckpt")
+    plugin.teardown()
+    (tmp_path / "before.ckpt").unlink()
+    dies(tmp_path, "x.ckpt", "y.ckpt")
+    plugin = FlashCheckpointIO()
+    plugin.save_checkpoint({"name": "z.ckpt"}, tmp_path / "z.ckpt")
+    plugin.teardown()
+    names = ["x.ckpt", "y.ckpt", "z.ckpt"]
+    assert [torch.load(tmp_path / name)["name"] for name in names] == names
+
+
+@pytest.mark.long
+def test_training_with_the_callback_makes_the_files_that_an_earlier_life_has_promised(tmp_path: Path) -> None:
+    dies(tmp_path, "x.ckpt")
+    callbacks = [ResilienceCallback(tmp_path / "flash"), ModelCheckpoint(tmp_path, save_top_k=0)]
+    trainer = trainer_of(tmp_path, [FlashCheckpointIO()], callbacks, max_epochs=1)
+    trainer.fit(Plain(), loader("plain"), DataLoader(Numbers(), 8))
+    assert torch.load(tmp_path / "x.ckpt")["name"] == "x.ckpt"
+
+
+def test_what_is_saved_after_training_is_there_when_the_call_returns_and_another_trainer_can_save_there(
+    tmp_path: Path,
+) -> None:
+    for name in ("a.ckpt", "b.ckpt"):
+        trainer = trainer_of(tmp_path, [FlashCheckpointIO()], [], max_epochs=1, enable_checkpointing=False)
+        trainer.fit(Plain(), loader("plain"), DataLoader(Numbers(), 8))
+        trainer.save_checkpoint(tmp_path / name)
+        assert torch.load(tmp_path / name, weights_only=False)["global_step"] == trainer.global_step
+
+
+def test_older_file_stays_when_the_newer_one_could_not_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plugin = FlashCheckpointIO()
+    plugin.save_checkpoint({"name": "old"}, tmp_path / "old.ckpt")
+    plugin.wait()
+    refused = threading.Event()
+
+    def full(_: Path) -> Path:
+        refused.wait()
+        raise OSError(errno.ENOSPC, "no space left")
+
+    monkeypatch.setattr(staging, "publish", full)
+    plugin.save_checkpoint({"name": "new"}, tmp_path / "new.ckpt")
+    plugin.remove_checkpoint(tmp_path / "old.ckpt")
+    refused.set()
+    with pytest.raises(SaveError, match=r"new\.ckpt was not written.*no space"):
+        plugin.teardown()
+    assert torch.load(tmp_path / "old.ckpt")["name"] == "old"
+    monkeypatch.undo()
+    plugin = FlashCheckpointIO()  # the next life, with room
+    assert plugin.load_checkpoint(tmp_path / "new.ckpt")["name"] == "new"
+    plugin.teardown()
+
+
+def test_saver_that_is_stopped_holds_nobody_up_for_longer_than_the_timeout(tmp_path: Path, saver_home: Path) -> None:
+    plugin = FlashCheckpointIO(timeout=2)
+    plugin.save_checkpoint({"name": 1}, tmp_path / "x.ckpt")
+    plugin.wait()
+    (pid,) = savers(saver_home)
+    with stopped(pid):
+        plugin.save_checkpoint({"name": 2}, tmp_path / "x.ckpt")
+        with pytest.raises(SaveError):
+            plugin.teardown()
+    assert torch.load(tmp_path / "x.ckpt")["name"] == 1
 
 
 def test_failure_behind_the_training_is_raised_by_the_next_call(tmp_path: Path) -> None:

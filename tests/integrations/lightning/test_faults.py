@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.jobs import Job, job, wait_for
+from tests.jobs import WORKLOADS, Job, job, wait_for
 
 pytestmark = pytest.mark.spawns
 EXAMPLE = str(Path(__file__).parents[3] / "examples" / "lightning_train.py")
@@ -96,10 +96,41 @@ def test_under_plain_python_sigterm_stops_between_two_batches_and_the_next_proce
     wait_for(lambda: ("33", "loss_step") in logged(tmp_path / "broken"), "step 33", 120)
     broken.send_signal(signal.SIGTERM)
     told, _ = broken.communicate(timeout=60)
-    assert broken.returncode == 0, told
+    assert broken.returncode == 79, told
+    assert "Start it again to go on" in told
     again = start(tmp_path / "broken")
     for process in (straight, again):
         told, _ = process.communicate(timeout=120)
         assert process.returncode == 0, told
     assert max(int(step) for step, _ in logged(tmp_path / "broken")) == 79
     assert_same(tmp_path / "broken", tmp_path / "straight")
+
+
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("ddp_spawn", marks=pytest.mark.long)])
+def test_ranks_that_lightning_starts_itself_have_snapshots_too(tmp_path: Path, strategy: str) -> None:
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "STRATEGY": strategy, "DEVICES": "2"}
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        env.pop(name, None)
+
+    def life(fault: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, str(WORKLOADS / "lightning_alone.py"), str(tmp_path)]
+        told = {**env, "RESILIENCE_SIMULATED_FAULT": fault}
+        return subprocess.run(command, env=told, check=False, capture_output=True, text=True, timeout=150)
+
+    first = life("kill:rank=1,step=13")
+    assert first.returncode != 0
+    second = life("")
+    assert second.returncode == 0, second.stderr
+    assert re.search(r"the job goes on from step (11|12) ", second.stderr), second.stderr
+    assert {path.name for path in tmp_path.glob("rank-*-of-2-after-20")} == {
+        "rank-0-of-2-after-20",
+        "rank-1-of-2-after-20",
+    }
+
+
+def test_trainer_that_knows_nothing_of_the_other_ranks_is_refused_before_step_0(tmp_path: Path) -> None:
+    script = [str(WORKLOADS / "lightning_alone.py"), str(tmp_path)]
+    with job(tmp_path / "job", ["--nproc-per-node=2"], script, {"STRATEGY": "auto", "DEVICES": "1"}) as it:
+        assert it.wait(120) != 0
+        assert "the job has 2 ranks and this trainer 1" in it.report(0)["culprit"]["message"]
+    assert not list(tmp_path.glob("rank-*"))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.integrations.lightning.training import Crash, Outcome, Rows, trained
+from tests.integrations.lightning.training import Counting, Crash, Outcome, Rows, StopAfter, trained
 
 pytestmark = pytest.mark.spawns  # savers
 LONG = pytest.mark.long
@@ -41,7 +41,8 @@ def test_training_that_crashed_in_any_batch_of_an_epoch_ends_as_one_that_did_not
         "workers",
         "noisy",
         "stateful",
-        *(pytest.param(kind, marks=LONG) for kind in ("generator", "stream", "replacement", "endless")),
+        "own batches",
+        *(pytest.param(kind, marks=LONG) for kind in ("generator", "stream", "replacement", "endless", "sized stream")),
     ],
 )
 @pytest.mark.parametrize("crash_at", [pytest.param(5, marks=LONG), 13])
@@ -65,3 +66,15 @@ def test_every_kind_of_loader_is_at_the_right_batch_again(tmp_path: Path, kind: 
 )
 def test_whatever_the_trainer_is_told_it_goes_on_in_the_same_way(tmp_path: Path, settings: dict[str, Any]) -> None:
     assert resumed(tmp_path, 11, **settings) == undisturbed(tmp_path, **settings)
+
+
+def test_what_hooks_do_when_an_epoch_begins_is_done_once(tmp_path: Path) -> None:
+    assert resumed(tmp_path, 11, module=Counting) == undisturbed(tmp_path, module=Counting)
+
+
+def test_training_that_somebody_wants_to_stop_stops_at_the_same_step(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"also": (StopAfter(9),), "min_steps": 14}
+    straight = undisturbed(tmp_path, **settings)
+    assert straight.counts["global_step"] < 24, "else this test can't fail"
+    assert resumed(tmp_path, 11, **settings) == straight
+    assert trained(tmp_path / "broken", **settings).counts == straight.counts, "it is over, and stays so"

@@ -33,8 +33,9 @@ def test_sharded_or_not_a_kill_in_the_middle_of_an_epoch_changes_nothing(tmp_pat
     assert (straight[0] != straight[1]) or kind == "ddp", "each has its own shards"
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("kind", ["ddp", "model_parallel"])
+@pytest.mark.parametrize(
+    "kind", [pytest.param("ddp", marks=pytest.mark.rare), pytest.param("model_parallel", marks=pytest.mark.long)]
+)
 def test_snapshot_of_this_job_counts_more_than_the_checkpoint_that_the_script_begins_with(
     tmp_path: Path, kind: str
 ) -> None:

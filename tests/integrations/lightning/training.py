@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -70,6 +70,23 @@ class Stream(IterableDataset[torch.Tensor]):
         return iter(Numbers().rows[torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(3))])
 
 
+class SizedStream(Stream):
+    """Samples that can only be gone through, and yet are counted."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+
+class Pairs:
+    """A batch sampler of the user's own."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        yield from torch.randperm(SAMPLES).view(-1, BATCH).tolist()
+
+    def __len__(self) -> int:
+        return SAMPLES // BATCH
+
+
 class Stateful:
     """A loader that knows its place, and has no order that could be made again."""
 
@@ -105,21 +122,20 @@ class _Sized(Stateful):
 
 def loader(kind: str) -> Any:
     """Return a loader of some kind."""
-    if kind == "generator":
-        return DataLoader(Numbers(), BATCH, shuffle=True, generator=torch.Generator().manual_seed(9))
-    if kind == "workers":
-        return DataLoader(Numbers(), BATCH, shuffle=True, num_workers=1, multiprocessing_context="fork")
-    if kind == "noisy":
-        return DataLoader(Numbers(noisy=True), BATCH, shuffle=True)
-    if kind == "stream":
-        return DataLoader(Stream(), BATCH)
-    if kind == "replacement":
-        return DataLoader(Numbers(), BATCH, sampler=RandomSampler(range(SAMPLES), replacement=True))
-    return (
-        Stateful(sized=kind == "stateful")
-        if kind in ("stateful", "endless")
-        else DataLoader(Numbers(), BATCH, shuffle=True)
-    )
+    seeded = torch.Generator().manual_seed(9)
+    made: dict[str, Callable[[], Any]] = {
+        "plain": lambda: DataLoader(Numbers(), BATCH, shuffle=True),
+        "generator": lambda: DataLoader(Numbers(), BATCH, shuffle=True, generator=seeded),
+        "workers": lambda: DataLoader(Numbers(), BATCH, shuffle=True, num_workers=1, multiprocessing_context="fork"),
+        "noisy": lambda: DataLoader(Numbers(noisy=True), BATCH, shuffle=True),
+        "sized stream": lambda: DataLoader(SizedStream(), BATCH),
+        "own batches": lambda: DataLoader(Numbers(), batch_sampler=Pairs()),
+        "stream": lambda: DataLoader(Stream(), BATCH),
+        "replacement": lambda: DataLoader(Numbers(), BATCH, sampler=RandomSampler(range(SAMPLES), replacement=True)),
+        "stateful": lambda: Stateful(sized=True),
+        "endless": lambda: Stateful(sized=False),
+    }
+    return made[kind]()
 
 
 class Model(pl.LightningModule):
@@ -177,6 +193,28 @@ class Model(pl.LightningModule):
         self.seen = list(checkpoint["seen"])
 
 
+class Counting(Model):
+    """Counts epochs in its state when they begin."""
+
+    def __init__(self, crash_at: int | None = None, manual: bool = False) -> None:
+        super().__init__(crash_at, manual)
+        self.register_buffer("epochs", torch.zeros(1))
+
+    def on_train_epoch_start(self) -> None:
+        self.epochs += 1
+
+
+class StopAfter(pl.Callback):
+    """Wants training to stop, once."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        if trainer.global_step == self.step:
+            trainer.should_stop = True
+
+
 @dataclass
 class Outcome:
     """What is to be seen of a training."""
@@ -196,12 +234,14 @@ def trained(
     rows: Rows | None = None,
     manual: bool = False,
     callback: dict[str, Any] | None = None,
+    also: tuple[Any, ...] = (),
+    module: type[Model] = Model,
     seed: int = 1,
     **settings: Any,
 ) -> Outcome:
     """Train in this process. Whatever is given on top goes to the trainer."""
     pl.seed_everything(seed)
-    model, rows = Model(crash_at, manual), rows or Rows()
+    model, rows = module(crash_at, manual), rows or Rows()
     trainer = pl.Trainer(
         accelerator="cpu",
         default_root_dir=folder,
@@ -209,7 +249,7 @@ def trained(
         enable_progress_bar=False,
         enable_model_summary=False,
         enable_checkpointing=False,
-        callbacks=[ResilienceCallback(folder / "flash", **{"verify": True, **(callback or {})})],
+        callbacks=[ResilienceCallback(folder / "flash", **{"verify": True, **(callback or {})}), *also],
         **{"max_epochs": 3, "log_every_n_steps": 1, **settings},
     )
     trainer.fit(model, loader(kind), DataLoader(Numbers(), 8))
