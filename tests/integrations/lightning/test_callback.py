@@ -20,7 +20,7 @@ from resilience.integrations import lightning as ours
 from resilience.integrations import pytorch_lightning as theirs
 from resilience.integrations.faults import Faults, SimulatedFaultParams, parse
 from resilience.integrations.finished import End, is_complete
-from resilience.integrations.lightning import policy
+from resilience.integrations.lightning import flavour, policy, progress
 from resilience.integrations.lightning.snapshots import Due
 from torch.utils.data import DataLoader
 
@@ -397,3 +397,29 @@ def test_weights_that_a_callback_averages_are_kept(tmp_path: Path) -> None:
         trained(tmp_path / "broken", crash_at=11, rows=rows, also=(EMAWeightAveraging(decay=0.9),))
     assert trained(tmp_path / "broken", rows=rows, also=(EMAWeightAveraging(decay=0.9),)) == straight
     assert straight.digest != trained(tmp_path / "plain").digest, "else this test can't fail"
+
+
+def test_trainer_after_one_with_several_ranks_is_known_for_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")  # Lightning leaves it behind
+    several = pl.Trainer(accelerator="cpu", devices=2, strategy="ddp", logger=False, enable_checkpointing=False)
+    alone = pl.Trainer(accelerator="cpu", devices=1, strategy="auto", logger=False, enable_checkpointing=False)
+    flavour.tell_who(several)
+    flavour.check_world(several)
+    with pytest.raises(ConfigError, match="the job has 2 ranks and this trainer 1"):
+        flavour.check_world(alone)
+    flavour.tell_who(alone)
+    flavour.check_world(alone)
+    monkeypatch.setenv("RANK", "1")  # a launcher's word counts more
+    flavour.tell_who(alone)
+    with pytest.raises(ConfigError, match="the job has 2 ranks and this trainer 1"):
+        flavour.check_world(alone)
+
+
+def test_number_that_a_hook_keeps_is_kept_as_it_is_and_no_other_name_of_one_that_is_there() -> None:
+    weights = {"w": torch.ones(1)}
+    standard = {"epoch": 1, "state_dict": weights}
+    changed = {"epoch": 1, "state_dict": {"average": torch.zeros(1)}, "current": weights, "mine": 1}
+    found = progress._added(standard, changed)
+    assert found["mine"] == 1
+    assert found["resilience.same"] == {"current": "state_dict"}
+    assert list(found["state_dict"]) == ["average"]
