@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import random
 import statistics
@@ -18,8 +19,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.workloads.voice import say
+from resilience.checkpoint import overlap
 
-_STEPS, _WARM, _ROUNDS, _WIDTH = 400, 100, 21, 64
+_STEPS, _WARM, _ROUNDS, _WIDTH, _TURN = 400, 100, 21, 64, 20
 _FOLDER = Path(tempfile.mkdtemp())
 _NEVER = 1 << 40
 
@@ -54,8 +56,8 @@ def variants() -> dict[str, list[Any]]:
     }
 
 
-def steps(callbacks: list[Any]) -> list[int]:
-    """Train; return the time of each step."""
+def steps(callbacks: list[Any], warm: int = _WARM) -> list[int]:
+    """Train; return the time of each step after ``warm`` ones."""
     model = Model()
     trainer = pl.Trainer(
         accelerator="cpu",
@@ -67,7 +69,7 @@ def steps(callbacks: list[Any]) -> list[int]:
         callbacks=callbacks,
     )
     trainer.fit(model, DataLoader(TensorDataset(torch.randn(_STEPS * 4, _WIDTH)), 4))
-    return [after - before for before, after in zip(model.at[_WARM:], model.at[_WARM + 1 :], strict=False)]
+    return [after - before for before, after in zip(model.at[warm:], model.at[warm + 1 :], strict=False)]
 
 
 _spent: list[int] = []
@@ -99,6 +101,37 @@ def calls(callbacks: list[Any]) -> float:
     return _quartile(_spent[_WARM:])
 
 
+def in_turns(callbacks: list[Any]) -> float:
+    """Train, with our calls in every other turn of so many steps; return how much longer those steps take.
+
+    In one training there is one layout of memory and one warm interpreter: what differs from one training to the next is left out.
+    """
+    number, joins = itertools.count(), overlap.Behind.join
+    fetch = boundary._Watched.__next__
+
+    def nothing(*_: Any) -> None:
+        """No snapshot is due, so there is nothing to join."""
+
+    def turns(self: Any) -> Any:
+        ours = is_ours(next(number))
+        overlap.Behind.join = joins if ours else nothing  # type: ignore[assignment, method-assign]
+        return fetch(self) if ours else super(boundary._Watched, self).__next__()
+
+    boundary._Watched.__next__ = turns
+    try:
+        took = steps(callbacks, _WARM)
+    finally:
+        boundary._Watched.__next__, overlap.Behind.join = fetch, joins  # type: ignore[method-assign]
+    with_us = [ns for at, ns in enumerate(took, _WARM + 1) if is_ours(at) and is_ours(at - 2)]
+    without = [ns for at, ns in enumerate(took, _WARM + 1) if not is_ours(at) and not is_ours(at - 2)]
+    return _quartile(with_us) - _quartile(without)
+
+
+def is_ours(fetch: int) -> bool:
+    """Whether a fetch, and the step before it, is in a turn with our calls."""
+    return fetch // _TURN % 2 == 0
+
+
 def main() -> None:
     """Measure all variants in turns, and tell."""
     warnings.simplefilter("ignore")
@@ -111,6 +144,8 @@ def main() -> None:
             found.setdefault(name, []).append(steps(chosen[name]))
     timed = {name: calls(chosen) for name, chosen in variants().items() if name.startswith("Resilience")}
     say("timed", **timed)
+    idle = [name for name in timed if "every step" not in name]
+    say("turns", **{name: [in_turns(variants()[name]) for _ in range(_ROUNDS)] for name in idle})
     say("measured", **{name: [_quartile(one) for one in rounds] for name, rounds in found.items()})
 
 
