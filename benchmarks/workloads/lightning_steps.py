@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-import itertools
+import gc
 import logging
 import random
 import statistics
 import tempfile
 import warnings
-from pathlib import Path
+from collections.abc import Callable
 from time import perf_counter_ns
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from resilience.integrations.lightning import ResilienceCallback, boundary
+from resilience.integrations.lightning import ResilienceCallback
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.workloads.voice import say
 from resilience.checkpoint import overlap
 
-_STEPS, _WARM, _ROUNDS, _WIDTH, _TURN = 400, 100, 21, 64, 20
-_FOLDER = Path(tempfile.mkdtemp())
-_NEVER = 1 << 40
+_STEPS, _WARM, _WIDTH = 400, 100, 64
+_HOME = tempfile.mkdtemp()
 
 
 class Model(pl.LightningModule):
@@ -42,22 +41,36 @@ class Model(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=1e-3)
 
 
-def variants() -> dict[str, list[Any]]:
-    """Return the callbacks of each variant, new ones every time."""
-    fresh = tempfile.mkdtemp(dir=_FOLDER)
-    never: Any = {"memory_every": _NEVER, "disk_every": None}
+def idle() -> dict[str, list[Any]]:
+    """Return the callbacks of each variant in which no snapshot is taken, new ones every time."""
+    never: Any = {"memory_every": 1 << 40, "disk_every": None}
     return {
         "no callback": [],
         "a callback that does nothing": [pl.Callback()],
         "ResilienceCallback(snapshots=False)": [ResilienceCallback(snapshots=False)],
-        "ResilienceCallback, no snapshot due": [ResilienceCallback(fresh + "/a", **never)],
-        "ResilienceCallback, a snapshot in every step": [ResilienceCallback(fresh + "/b", disk_every=None)],
-        "the same, mode='blocking'": [ResilienceCallback(fresh + "/c", disk_every=None, mode="blocking")],
+        "ResilienceCallback, no snapshot due": [ResilienceCallback(_folder(), **never)],
     }
 
 
-def steps(callbacks: list[Any], warm: int = _WARM) -> list[int]:
-    """Train; return the time of each step after ``warm`` ones."""
+def saving() -> dict[str, list[Any]]:
+    """Return those with a snapshot in every step. What they leave in the heap slows down whoever comes after them."""
+    return {
+        "no callback": [],
+        "ResilienceCallback, a snapshot in every step": [ResilienceCallback(_folder(), disk_every=None)],
+        "the same, mode='blocking'": [ResilienceCallback(_folder(), disk_every=None, mode="blocking")],
+    }
+
+
+def _folder() -> str:
+    return tempfile.mkdtemp(dir=_HOME)
+
+
+def steps(callbacks: list[Any]) -> list[int]:
+    """Train; return the time of each step after the first ones."""
+    gc.collect()
+    if overlap._Hook.handle is not None:  # of an earlier training: all optimizers of this process would call it
+        overlap._Hook.handle.remove()
+        overlap._Hook.handle = None
     model = Model()
     trainer = pl.Trainer(
         accelerator="cpu",
@@ -69,67 +82,33 @@ def steps(callbacks: list[Any], warm: int = _WARM) -> list[int]:
         callbacks=callbacks,
     )
     trainer.fit(model, DataLoader(TensorDataset(torch.randn(_STEPS * 4, _WIDTH)), 4))
-    return [after - before for before, after in zip(model.at[warm:], model.at[warm + 1 :], strict=False)]
+    return [after - before for before, after in zip(model.at[_WARM:], model.at[_WARM + 1 :], strict=False)]
 
 
 _spent: list[int] = []
 
 
-def _timed(self: Any) -> Any:
-    """Fetch as the fetcher does that our callback watches, with a clock around every call of ours."""
-    watcher, at = self.resilience, [perf_counter_ns()]
-    watcher.before_batch(self)
-    with boundary._LOAD:
-        at.append(perf_counter_ns())
-        batch = super(boundary._Watched, self).__next__()
-        at.append(perf_counter_ns())
-    watcher.after_batch()
-    at.append(perf_counter_ns())
-    _spent.append(at[1] - at[0] + at[3] - at[2])
-    return batch
+def _timed(method: Any) -> Any:
+    """Return a method of the callback's with a clock around it."""
+
+    def call(*args: Any) -> Any:
+        began = perf_counter_ns()
+        method(*args)
+        _spent.append(perf_counter_ns() - began)
+
+    return call
 
 
 def calls(callbacks: list[Any]) -> float:
     """Train; return how long the calls of ours take between two steps, where they are made."""
     _spent.clear()
-    before = boundary._Watched.__next__
-    boundary._Watched.__next__ = _timed
+    mine: Any = ResilienceCallback
+    mine.before_batch, mine.after_batch = _timed(mine.before_batch), _timed(mine.after_batch)
     try:
         steps(callbacks)
     finally:
-        boundary._Watched.__next__ = before
-    return _quartile(_spent[_WARM:])
-
-
-def in_turns(callbacks: list[Any]) -> float:
-    """Train, with our calls in every other turn of so many steps; return how much longer those steps take.
-
-    In one training there is one layout of memory and one warm interpreter: what differs from one training to the next is left out.
-    """
-    number, joins = itertools.count(), overlap.Behind.join
-    fetch = boundary._Watched.__next__
-
-    def nothing(*_: Any) -> None:
-        """No snapshot is due, so there is nothing to join."""
-
-    def turns(self: Any) -> Any:
-        ours = is_ours(next(number))
-        overlap.Behind.join = joins if ours else nothing  # type: ignore[assignment, method-assign]
-        return fetch(self) if ours else super(boundary._Watched, self).__next__()
-
-    boundary._Watched.__next__ = turns
-    try:
-        took = steps(callbacks, _WARM)
-    finally:
-        boundary._Watched.__next__, overlap.Behind.join = fetch, joins  # type: ignore[method-assign]
-    with_us = [ns for at, ns in enumerate(took, _WARM + 1) if is_ours(at) and is_ours(at - 2)]
-    without = [ns for at, ns in enumerate(took, _WARM + 1) if not is_ours(at) and not is_ours(at - 2)]
-    return _quartile(with_us) - _quartile(without)
-
-
-def is_ours(fetch: int) -> bool:
-    """Whether a fetch, and the step before it, is in a turn with our calls."""
-    return fetch // _TURN % 2 == 0
+        del mine.before_batch, mine.after_batch
+    return _quartile([before + after for before, after in zip(_spent[::2], _spent[1::2], strict=False)][_WARM:])
 
 
 def main() -> None:
@@ -137,16 +116,19 @@ def main() -> None:
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     torch.set_num_threads(1)
-    found: dict[str, list[list[int]]] = {}
-    for _ in range(_ROUNDS):
+    say("idle", **in_turns(idle, 63))
+    say("calls", **{name: calls(chosen) for name, chosen in idle().items() if name.startswith("Resilience")})
+    say("saving", **in_turns(saving, 9))
+
+
+def in_turns(variants: Callable[[], dict[str, list[Any]]], rounds: int) -> dict[str, list[float]]:
+    """Return how long a step takes in each variant, once per round. Whoever comes first or last has no advantage from it."""
+    found: dict[str, list[float]] = {}
+    for _ in range(rounds):
         chosen = variants()
-        for name in random.sample(list(chosen), len(chosen)):  # whoever comes first or last has no advantage from it
-            found.setdefault(name, []).append(steps(chosen[name]))
-    timed = {name: calls(chosen) for name, chosen in variants().items() if name.startswith("Resilience")}
-    say("timed", **timed)
-    idle = [name for name in timed if "every step" not in name]
-    say("turns", **{name: [in_turns(variants()[name]) for _ in range(_ROUNDS)] for name in idle})
-    say("measured", **{name: [_quartile(one) for one in rounds] for name, rounds in found.items()})
+        for name in random.sample(list(chosen), len(chosen)):
+            found.setdefault(name, []).append(_quartile(steps(chosen[name])))
+    return found
 
 
 def _quartile(ns: list[int]) -> float:

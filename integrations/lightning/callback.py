@@ -29,6 +29,7 @@ from resilience.integrations.lightning.snapshots import Snapshots
 
 from resilience import config
 from resilience.pulse import client
+from resilience.pulse.lap import Lap
 from resilience.pulse.rank_monitor_client import RankMonitorClient
 
 _LOG = logging.getLogger("resilience.lightning")
@@ -86,6 +87,7 @@ class Hooks:
         self._steps: Any = None  # counts optimizer steps, see boundary.counter
         self._asked: Callable[[], bool] = signals.never  # whether all ranks are to stop now
         self._step: Any = None  # sections; made where the rank runs, since a callback may be sent to another process
+        self._lap: Any = None
         self._batch: Any = None
 
     # -- beginning --------------------------------------------------------------------------------------------------
@@ -96,6 +98,7 @@ class Hooks:
         flavour.tell_who(trainer)
         client.end_all_sections()
         self._step, self._batch = client.section("step"), client.section("validation step")
+        self._lap = Lap(self._step, client.section("load"))
         self._saving = False
         if stage != "fit":
             return
@@ -198,7 +201,6 @@ class Hooks:
 
     def before_batch(self, fetcher: Any) -> None:
         """Everything of the last batch is over, and the next one is not fetched yet."""
-        self._step.close()
         if self._saving:
             self._over()
         if self._first:
@@ -206,9 +208,14 @@ class Hooks:
         step = self._steps.completed
         stop = self._asked()
         snapshots = self._snapshots
-        whole = (step != self._last or not step) if snapshots is None else snapshots.take(fetcher, step, stop)
+        whole = step != self._last or not step
+        if snapshots is not None:
+            if stop or step >= snapshots.due:
+                self._step.close()  # a snapshot is no part of it
+                whole = snapshots.take(fetcher, self._last, step, stop)
+            snapshots.position.before_batch(fetcher)
         self._last = step
-        client.heartbeat(step - 1 if step else None)
+        self._lap.over(step - 1 if step else None)
         if stop and whole:
             raise signals.Stopped(step - 1)
 
@@ -220,9 +227,13 @@ class Hooks:
 
     def after_batch(self) -> None:
         """The batch is there. Forward, backward, the reduction of gradients and the optimizer's step follow."""
-        self._step.__enter__()
+        self._lap.begin()
         if self._strike is not None:
             self._strike()
+
+    def no_batch(self, error: BaseException) -> None:
+        """See :class:`boundary.Watcher`."""
+        self._lap.fail(error)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """See Lightning. What other callbacks and the module do now has a clock of its own."""

@@ -423,3 +423,32 @@ def test_number_that_a_hook_keeps_is_kept_as_it_is_and_no_other_name_of_one_that
     assert found["mine"] == 1
     assert found["resilience.same"] == {"current": "state_dict"}
     assert list(found["state_dict"]) == ["average"]
+
+
+def test_nothing_that_the_loops_count_with_is_forgotten() -> None:
+    fit_loop = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False).fit_loop
+    known = {place for place, _, _ in progress._counted(fit_loop)}
+    pending, found = [("", fit_loop)], set()
+    while pending:
+        prefix, loop = pending.pop()
+        for name, value in vars(loop).items():
+            if any(kind.__name__ == "_Loop" for kind in type(value).__mro__):
+                pending.append((f"{prefix}{name}.", value))
+            elif hasattr(value, "state_dict") and hasattr(value, "reset_on_restart"):
+                found.add(prefix + name)
+    assert found
+    assert found <= known
+
+
+def test_numbers_of_the_loops_are_what_lightning_itself_would_keep() -> None:
+    trainer = pl.Trainer(accelerator="cpu", max_steps=3, logger=False, enable_checkpointing=False)
+    trainer.fit(Model(), DataLoader(Numbers(), 4))
+    counted = list(progress._counted(trainer.fit_loop))
+    kept = progress.loops_state(counted)
+    assert kept["epoch_loop.batch_progress"] == trainer.fit_loop.epoch_loop.batch_progress.state_dict()
+    fresh = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    again = list(progress._counted(fresh.fit_loop))
+    assert progress.loops_state(again) != kept
+    progress.load_loops(again, kept)
+    assert progress.loops_state(again) == kept
+    assert fresh.global_step == 3
