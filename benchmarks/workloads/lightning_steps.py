@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import logging
 import random
 import statistics
@@ -14,14 +15,14 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from resilience.integrations.lightning import ResilienceCallback
+from resilience.integrations.lightning import ResilienceCallback, boundary
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.workloads.voice import say
 from resilience.checkpoint import overlap
 
-_STEPS, _WARM, _WIDTH = 400, 100, 64
+_STEPS, _WARM, _WIDTH, _TURN = 1500, 1100, 64, 10
 _HOME = tempfile.mkdtemp()
 
 
@@ -32,9 +33,12 @@ class Model(pl.LightningModule):
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(_WIDTH, _WIDTH), nn.ReLU(), nn.Linear(_WIDTH, 1))
         self.at: list[int] = []
+        self.turns: Callable[[bool], None] | None = None
 
     def training_step(self, batch: list[torch.Tensor], index: int) -> torch.Tensor:
         self.at.append(perf_counter_ns())
+        if self.turns and index % _TURN == 0:
+            self.turns(index // _TURN % 2 == 0)
         return self.layers(batch[0]).square().mean()
 
     def configure_optimizers(self) -> Any:
@@ -67,22 +71,55 @@ def _folder() -> str:
 
 def steps(callbacks: list[Any]) -> list[int]:
     """Train; return the time of each step after the first ones."""
-    gc.collect()
-    if overlap._Hook.handle is not None:  # of an earlier training: all optimizers of this process would call it
-        overlap._Hook.handle.remove()
-        overlap._Hook.handle = None
-    model = Model()
-    trainer = pl.Trainer(
+    model, trainer = Model(), _trainer(callbacks, _STEPS)
+    _fit(trainer, model, _STEPS)
+    return _took(model)[_WARM:]
+
+
+def in_one(callbacks: list[Any], number: int = 5 * _STEPS) -> float:
+    """Train with and without the callback, in turns of a few steps; return how much longer the steps with it are.
+
+    It is in the trainer's list and watches the fetcher, or neither. In one training there is one layout of memory and one noise.
+    """
+    model, trainer = Model(), _trainer(callbacks, number)
+    mine = trainer.callbacks[-1]
+
+    def turns(on: bool) -> None:
+        trainer.callbacks[:] = [one for one in trainer.callbacks if one is not mine] + [mine] * on
+        if isinstance(mine, ResilienceCallback):
+            boundary.watch(trainer, mine) if on else boundary.release(trainer)
+
+    model.turns = turns
+    _fit(trainer, model, number)
+    took = {True: [], False: []}  # type: dict[bool, list[int]]
+    for step, ns in enumerate(_took(model)):
+        if step >= _WARM and 1 < step % _TURN < _TURN - 1:
+            took[step // _TURN % 2 == 0].append(ns)
+    return _quartile(took[True]) - _quartile(took[False])
+
+
+def _trainer(callbacks: list[Any], number: int) -> Any:
+    return pl.Trainer(
         accelerator="cpu",
-        max_steps=_STEPS,
+        max_steps=number,
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
         enable_checkpointing=False,
         callbacks=callbacks,
     )
-    trainer.fit(model, DataLoader(TensorDataset(torch.randn(_STEPS * 4, _WIDTH)), 4))
-    return [after - before for before, after in zip(model.at[_WARM:], model.at[_WARM + 1 :], strict=False)]
+
+
+def _fit(trainer: Any, model: Model, number: int) -> None:
+    gc.collect()
+    if overlap._Hook.handle is not None:  # of an earlier training: all optimizers of this process would call it
+        overlap._Hook.handle.remove()
+        overlap._Hook.handle = None
+    trainer.fit(model, DataLoader(TensorDataset(torch.randn(number * 4, _WIDTH)), 4))
+
+
+def _took(model: Model) -> list[int]:
+    return [after - before for before, after in itertools.pairwise(model.at)]
 
 
 _spent: list[int] = []
@@ -116,9 +153,10 @@ def main() -> None:
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     torch.set_num_threads(1)
-    say("idle", **in_turns(idle, 63))
+    say("in one", **{name: [in_one(idle()[name]) for _ in range(11)] for name in idle() if name != "no callback"})
+    say("idle", **in_turns(idle, 21))
     say("calls", **{name: calls(chosen) for name, chosen in idle().items() if name.startswith("Resilience")})
-    say("saving", **in_turns(saving, 9))
+    say("saving", **in_turns(saving, 5))
 
 
 def in_turns(variants: Callable[[], dict[str, list[Any]]], rounds: int) -> dict[str, list[float]]:

@@ -28,9 +28,6 @@ class Watcher(Protocol):
     def after_batch(self) -> None:
         """It is there, and training with it begins."""
 
-    def no_batch(self, error: BaseException) -> None:
-        """It is not: the data is at its end, or something happened."""
-
 
 @functools.cache
 def _watched(kind: Any) -> Any:
@@ -44,11 +41,7 @@ def _watched(kind: Any) -> Any:
     def __next__(self: Any) -> Any:  # noqa: N807
         watcher = self.resilience
         watcher.before_batch(self)
-        try:
-            batch = fetch(self)
-        except BaseException as error:
-            watcher.no_batch(error)
-            raise
+        batch = fetch(self)
         watcher.after_batch()
         return batch
 

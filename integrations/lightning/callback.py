@@ -29,7 +29,6 @@ from resilience.integrations.lightning.snapshots import Snapshots
 
 from resilience import config
 from resilience.pulse import client
-from resilience.pulse.lap import Lap
 from resilience.pulse.rank_monitor_client import RankMonitorClient
 
 _LOG = logging.getLogger("resilience.lightning")
@@ -87,7 +86,6 @@ class Hooks:
         self._steps: Any = None  # counts optimizer steps, see boundary.counter
         self._asked: Callable[[], bool] = signals.never  # whether all ranks are to stop now
         self._step: Any = None  # sections; made where the rank runs, since a callback may be sent to another process
-        self._lap: Any = None
         self._batch: Any = None
 
     # -- beginning --------------------------------------------------------------------------------------------------
@@ -98,7 +96,6 @@ class Hooks:
         flavour.tell_who(trainer)
         client.end_all_sections()
         self._step, self._batch = client.section("step"), client.section("validation step")
-        self._lap = Lap(self._step, client.section("load"))
         self._saving = False
         if stage != "fit":
             return
@@ -215,7 +212,7 @@ class Hooks:
                 whole = snapshots.take(fetcher, self._last, step, stop)
             snapshots.position.before_batch(fetcher)
         self._last = step
-        self._lap.over(step - 1 if step else None)
+        self._step.over(step - 1 if step else None)
         if stop and whole:
             raise signals.Stopped(step - 1)
 
@@ -227,13 +224,9 @@ class Hooks:
 
     def after_batch(self) -> None:
         """The batch is there. Forward, backward, the reduction of gradients and the optimizer's step follow."""
-        self._lap.begin()
+        self._step.__enter__()
         if self._strike is not None:
             self._strike()
-
-    def no_batch(self, error: BaseException) -> None:
-        """See :class:`boundary.Watcher`."""
-        self._lap.fail(error)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """See Lightning. What other callbacks and the module do now has a clock of its own."""

@@ -85,23 +85,17 @@ class Section:
             self.depth += 1
         else:
             pulse: Pulse = self.pulse  # type: ignore[assignment]  # an owner has one
-            now = monotonic_ns()
+            self.depth = 1
+            self._row[R_OPENED] = self._opened_at = now = monotonic_ns()
+            self._inside = pulse.inside
             if not pulse.open:
                 closed_at = pulse.closed_at
                 if not closed_at:
                     pulse.sign(now)
                 elif now - closed_at > pulse.largest_pause or pulse.pauses < COUNTED:
                     pulse.pause(now - closed_at)
-            self.open_at(now)
+            pulse.open.add(self)
         return self
-
-    def open_at(self, now: int) -> None:
-        """Open the section, which is not open, in the thread that it belongs to. What was before it is the caller's business."""
-        pulse: Pulse = self.pulse  # type: ignore[assignment]  # an owner has one
-        self.depth = 1
-        self._row[R_OPENED] = self._opened_at = now
-        self._inside = pulse.inside
-        pulse.open.add(self)
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
@@ -125,7 +119,7 @@ class Section:
         took = now - opened_at
         self.depth = 0
         pulse.open.discard(self)
-        if opened_at >= pulse.beat_at:  # at the same time, if a lap has written both
+        if opened_at > pulse.beat_at:
             # Before it shows as closed: a reader in between must not miss it in both places. Nested sections count once.
             inside = self._inside + took
             if inside > pulse.inside:
@@ -140,6 +134,15 @@ class Section:
         """Close the section at whatever depth, from whatever thread."""
         if self.depth:
             self.close_at(monotonic_ns())
+
+    def over(self, step: int | None) -> None:
+        """Close the section, if it is open, and send a heartbeat, at one time of the clock: for loops that are not the user's own,
+        who can't choose to have less of it."""
+        pulse, now = self.pulse, monotonic_ns()
+        if self.depth:
+            self.close_at(now)
+        if pulse is not None:
+            pulse.beat(step, now)
 
     def enter(self) -> None:
         """Open the section in this thread."""
