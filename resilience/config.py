@@ -309,7 +309,7 @@ def rank_environment() -> RankEnvironment:
 
 
 def this_rank_is(rank: int, world: int, local_rank: int, local_world: int) -> None:
-    """Say who this process is, where no launcher has: a framework may start ranks without torchrun's variables."""
+    """Say who this process is. A launcher's word counts more: without ``RANK`` in the environment there was none."""
     _told.update(rank=rank, world=world, local_rank=local_rank, local_world=local_world)
 
 

@@ -35,6 +35,20 @@ def test_the_loop_runs_as_pasted_with_the_command_below_it(tmp_path: Path) -> No
     assert alone.returncode == 0, alone.stderr
 
 
+@pytest.mark.spawns
+def test_the_lightning_script_runs_as_pasted_with_the_command_below_it(tmp_path: Path) -> None:
+    found = re.search(r"```python\n(# train_lightning\.py.*?)```\s+```bash\n(.*?)```", README, re.DOTALL)
+    assert found
+    (tmp_path / "train_lightning.py").write_text(found.group(1))
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    env = {**os.environ, "PATH": path, "XDG_STATE_HOME": str(tmp_path / "state"), "OMP_NUM_THREADS": "1"}
+    command = ["bash", "-ec", found.group(2)]
+    done = subprocess.run(command, check=False, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=150)
+    assert done.returncode == 0, done.stderr
+    assert "ranks 0, 1 of 2 started" in done.stderr
+    assert list((tmp_path / "checkpoints_lightning").glob("step-*"))
+
+
 @pytest.mark.parametrize("page", sorted(path.name for path in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]))
 def test_links_lead_somewhere(page: str) -> None:
     path = ROOT / page if page == "README.md" else ROOT / "docs" / page

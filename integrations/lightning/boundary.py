@@ -3,7 +3,7 @@
 Snapshots are taken there and nowhere else, and restored there: what comes next is then the same in both. No hook of Lightning's is
 there. ``on_train_batch_end`` comes before validation and before the module's own hook, and what is saved in it is resumed without
 them; ``on_train_batch_start`` comes after the fetch, which has moved the loader and perhaps the random numbers. So the fit loop's
-data fetcher is watched: one takes its place that is the same object but for a class of ours before its own.
+data fetcher is watched: it becomes one of a class of ours, which is derived from its own.
 
 Hazard: the fetcher is Lightning's own (``fit_loop._data_fetcher``). If a release has none, that is said before step 0.
 """
@@ -14,9 +14,6 @@ import functools
 from typing import Any, Protocol
 
 from resilience.errors import ConfigError
-from resilience.pulse.client import section
-
-_LOAD = section("load")
 
 
 class Watcher(Protocol):
@@ -32,41 +29,37 @@ class Watcher(Protocol):
         """It is there, and training with it begins."""
 
 
-class _Watched:
-    """Stands before the fetcher's own class."""
+@functools.cache
+def _watched(kind: Any) -> Any:
+    """Return the class of a fetcher of a kind, watched. Not one more base: then an object could not change to it."""
+    begin, fetch = kind.__iter__, kind.__next__
 
-    resilience: Watcher
-
-    def __iter__(self) -> Any:
+    def __iter__(self: Any) -> Any:  # noqa: N807 - a method of the class below
         self.resilience.before_iteration(self)
-        return super().__iter__()  # type: ignore[misc]
+        return begin(self)
 
-    def __next__(self) -> Any:
+    def __next__(self: Any) -> Any:  # noqa: N807
         watcher = self.resilience
         watcher.before_batch(self)
-        with _LOAD:
-            batch = super().__next__()  # type: ignore[misc]
+        batch = fetch(self)
         watcher.after_batch()
         return batch
 
-
-@functools.cache
-def _watched(kind: type) -> type:
-    return type(f"Watched{kind.__name__}", (_Watched, kind), {})
+    return type(f"Watched{kind.__name__}", (kind,), {"__iter__": __iter__, "__next__": __next__, "watches": kind})
 
 
 def watch(trainer: Any, watcher: Watcher) -> None:
     """Have the fetcher of the fit loop watched, if it is not."""
-    fetcher = getattr(trainer.fit_loop, "_data_fetcher", None)
+    fetcher: Any = getattr(trainer.fit_loop, "_data_fetcher", None)
     if fetcher is None or not hasattr(fetcher, "fetched"):
         raise ConfigError(
             "this release of Lightning fetches its batches in a way that is not known here. Nothing was trained. docs/lightning.md "
             "names the releases that were tried; ResilienceCallback(snapshots=False) needs none of it."
         )
-    if not isinstance(fetcher, _Watched):
-        kind: Any = type(fetcher)
-        trainer.fit_loop._data_fetcher = _as(_watched(kind), fetcher)
+    if not hasattr(fetcher, "watches"):
         fetcher.resilience = watcher
+        kind: Any = type(fetcher)
+        fetcher.__class__ = _watched(kind)
 
 
 def counter(trainer: Any) -> Any:
@@ -93,20 +86,12 @@ class _Asking:
 
 def release(trainer: Any) -> None:
     """Let the fetcher be as it was."""
-    fetcher = getattr(trainer.fit_loop, "_data_fetcher", None)
-    if isinstance(fetcher, _Watched):
+    fetcher: Any = getattr(trainer.fit_loop, "_data_fetcher", None)
+    if hasattr(fetcher, "watches"):
+        fetcher.__class__ = fetcher.watches
         del fetcher.resilience
-        trainer.fit_loop._data_fetcher = _as(own_class(fetcher), fetcher)
 
 
 def own_class(fetcher: Any) -> type:
     """Return what a watched fetcher is without us."""
-    kinds: tuple[type, ...] = type(fetcher).__mro__
-    return kinds[2] if isinstance(fetcher, _Watched) else kinds[0]
-
-
-def _as(kind: Any, fetcher: Any) -> Any:
-    """Return an object of another class that is the same in everything else, what happens to either included."""
-    made = kind.__new__(kind)
-    made.__dict__ = fetcher.__dict__
-    return made
+    return getattr(fetcher, "watches", type(fetcher))

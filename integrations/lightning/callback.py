@@ -198,7 +198,6 @@ class Hooks:
 
     def before_batch(self, fetcher: Any) -> None:
         """Everything of the last batch is over, and the next one is not fetched yet."""
-        self._step.close()
         if self._saving:
             self._over()
         if self._first:
@@ -206,9 +205,14 @@ class Hooks:
         step = self._steps.completed
         stop = self._asked()
         snapshots = self._snapshots
-        whole = (step != self._last or not step) if snapshots is None else snapshots.take(fetcher, step, stop)
+        whole = step != self._last or not step
+        if snapshots is not None:
+            if stop or step >= snapshots.due:
+                self._step.close()  # a snapshot is no part of it
+                whole = snapshots.take(fetcher, self._last, step, stop)
+            snapshots.position.before_batch(fetcher)
         self._last = step
-        client.heartbeat(step - 1 if step else None)
+        self._step.over(step - 1 if step else None)
         if stop and whole:
             raise signals.Stopped(step - 1)
 

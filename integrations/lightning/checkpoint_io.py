@@ -129,6 +129,7 @@ class FlashIO:
         if staged.left is None:
             return
         deadline = time.monotonic() + _LEFT_S
+        staged.secure(staged.left)
         while staged.whole(staged.left) is None and time.monotonic() < deadline:
             time.sleep(_LOOK_S)
         for number in staged.unpublished():

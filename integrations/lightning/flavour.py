@@ -49,9 +49,9 @@ def version(trainer: Any) -> str:
 
 
 def tell_who(trainer: Any) -> None:
-    """Say which rank this is, where Lightning starts the ranks itself: without torchrun's variables, or with some of them."""
-    if config.rank_environment().rank is None and trainer.world_size > 1:
-        config.this_rank_is(trainer.global_rank, trainer.world_size, trainer.local_rank, trainer.num_devices)
+    """Say which rank this is, where no launcher has: Lightning may start the ranks itself, with some of torchrun's variables or
+    none, and leaves those behind for the next trainer of the script."""
+    config.this_rank_is(trainer.global_rank, trainer.world_size, trainer.local_rank, trainer.num_devices)
 
 
 def check_world(trainer: Any) -> None:

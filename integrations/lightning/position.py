@@ -29,7 +29,7 @@ class Position:
         self._order: dict[str, Any] | None = None  # what the order of this epoch was made from
         self._target: dict[str, Any] | None = None  # the place to go to
         self._from: _From | None = None  # stands before a sampler
-        self._drawn = 0  # batches of this iterator
+        self.drawn = 0  # batches of this iterator
         self._skipped = 0  # batches that were left out at the sampler
         self._moved = False  # stateful loaders were told their place, and the iterator was made after that
         self._before: list[Any] = []  # states of stateful loaders, one batch ago
@@ -39,7 +39,7 @@ class Position:
         """Return the place: how many batches were drawn. That need not be how many the epoch has had: Lightning's own resume in
         the middle of one begins the data anew."""
         states = self._before if _is_ahead(fetcher) else _states(_loaders(fetcher))
-        return {"batches": self._drawn, "order": self._order, "loaders": states, "lengths": self._lengths}
+        return {"batches": self.drawn, "order": self._order, "loaders": states, "lengths": self._lengths}
 
     def go_to(self, state: dict[str, Any] | None) -> None:
         """Have the next :meth:`arrive` go to a place."""
@@ -47,7 +47,7 @@ class Position:
 
     def before_iteration(self, fetcher: Any) -> None:
         """An iterator is about to be made: note what its order is made from, or have it made from what was noted."""
-        loaders, target, self._drawn = _loaders(fetcher), self._target, 0
+        loaders, target, self.drawn = _loaders(fetcher), self._target, 0
         self._lengths = [_length(loader) for loader in loaders]
         if target is None:
             self._order = {"torch": torch.get_rng_state(), "generators": [_generator_states(one) for one in loaders]}
@@ -63,7 +63,7 @@ class Position:
 
     def before_batch(self, fetcher: Any) -> None:
         """A batch is about to be fetched, and the state is saved already: note what is not there any more next time."""
-        self._drawn += 1
+        self.drawn += 1
         if getattr(fetcher, "batches", None) and _is_ahead(fetcher):
             self._before = _states(_loaders(fetcher))
 
@@ -89,7 +89,7 @@ class Position:
                 left,
             )
         self._go_through(fetcher, left)
-        self._drawn = batches
+        self.drawn = batches
         _set_fetched(fetcher, completed + (1 if _is_ahead(fetcher) else 0))
         iterator = getattr(_combined(fetcher), "_iterator", None)
         if iterator is not None and hasattr(iterator, "_idx"):

@@ -47,10 +47,10 @@ class Signals:
     def take(self) -> Callable[[], bool]:
         """Lightning has: have ours answer, and what was there before. Return what says whether all ranks are to leave now; it is
         called once between two batches, on every rank."""
-        if self.agreed and self._before is not None and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, self._before)
-            listen_for_stop()
-        self._before = None
+        before, self._before = self._before, None
+        if self.agreed and before is not None and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, before)
+            return listen_for_stop()
         return stop_requested if self.agreed else never
 
 

@@ -48,8 +48,8 @@ class Due:
 class _Place:
     """What is each rank's own: its place in the data, and the random numbers that the first epoch was made from."""
 
-    def __init__(self) -> None:
-        self.position = Position()
+    def __init__(self, position: Position) -> None:
+        self.position = position
         self.fetcher: Any = None
         self.start: Any = None
         self.loaded: dict[str, Any] | None = None
@@ -83,9 +83,8 @@ class Snapshots:
         }
         self._wish = {"allow_other_world": allow_other_world, "strict": strict}
         self._options = dict(options)
-        self._last = 0  # optimizer steps at the last look
-        self._due = 0.0  # no snapshot before so many
-        self._arrived = False  # training is where it was, or at its beginning, and nothing has happened since
+        self.due = 0.0  # no snapshot before so many
+        self._arrived = -1  # so many batches were drawn when training was where it was, or at its beginning
         self._random: Any = None  # to be set at the first batch
         self.resumed = False
 
@@ -94,7 +93,9 @@ class Snapshots:
     def open(self, trainer: Any) -> int:
         """Take the memory and restore; return how many optimizer steps are done."""
         self._trainer = trainer
-        self._progress, self._metrics, self._place = Progress(trainer), Metrics(trainer), _Place()
+        self._progress, self._metrics = Progress(trainer), Metrics(trainer)
+        self.position = Position()
+        self._place = _Place(self.position)
         self.checkpoint = FlashCheckpoint(self._directory, **{**self._every, **self._options}, **self._things())
         for part in self.checkpoint.parts:
             if part.name == "trainer":
@@ -108,13 +109,13 @@ class Snapshots:
 
     def restore(self) -> int:
         """Go back to the newest snapshot, if there is one; return how many optimizer steps are done."""
-        self._due = 0.0
-        self._last = self.checkpoint.restore(allow_fresh_start=True, **self._wish)
+        self.due = 0.0
+        done: int = self.checkpoint.restore(allow_fresh_start=True, **self._wish)
         self.resumed = self._place.loaded is not None
         if self._place.loaded is not None:
             self._random, self._place.start = Random().state(), self._place.loaded["start"]
             _set_random(self._place.start)  # so that the order of the first epoch is what it was
-        return self._last
+        return done
 
     def _things(self) -> dict[str, Any]:
         trainer = self._trainer
@@ -126,15 +127,17 @@ class Snapshots:
 
     def arrive(self, fetcher: Any) -> None:
         """The first batch is about to be fetched: bring everything that counts to where it was."""
-        self._arrived = True
-        if not self.resumed:
-            return
+        if self.resumed:
+            self._go_on(fetcher)
+        self._arrived = self.position.drawn
+
+    def _go_on(self, fetcher: Any) -> None:
         if not self._progress.over and begins_with_hooks(self._trainer):
             self._undo()
         loaded, self._place.loaded = self._place.loaded, None
         if not self._progress.over and loaded is not None:
             self._progress.count()
-            self._place.position.arrive(fetcher, self._trainer.fit_loop.epoch_loop.batch_progress.current.completed)
+            self.position.arrive(fetcher, self._trainer.fit_loop.epoch_loop.batch_progress.current.completed)
         self._progress.resume()
         self._metrics.resume()
         self._set_random()
@@ -169,7 +172,8 @@ class Snapshots:
 
     def before_iteration(self, fetcher: Any) -> None:
         """See :class:`boundary.Watcher`."""
-        self._place.position.before_iteration(fetcher)
+        self.position.before_iteration(fetcher)
+        self._arrived = -1
         if self._place.loaded is not None:
             self._progress.count()  # Lightning 2.0 numbers the batch before it asks for it
 
@@ -177,20 +181,19 @@ class Snapshots:
         """Training begins: have the data go to where it was."""
         loaded = self._place.loaded
         if loaded is not None and not self._progress.over:
-            self._place.position.go_to(loaded["position"])
+            self.position.go_to(loaded["position"])
 
     # -- saving -----------------------------------------------------------------------------------------------------
 
-    def take(self, fetcher: Any, now: int, stop: bool = False) -> bool:
-        """Take a snapshot if one is due after ``now`` optimizer steps, or before a ``stop``. Return whether training is at a place
-        that can be gone on from."""
-        last, self._last = self._last, now
-        arrived, self._arrived = self._arrived, False
-        moved = now != last  # else nothing is new: gradients are accumulated, or the first batch comes
-        if moved and (now >= self._due or stop):
-            self._take(fetcher, last, now, stop)
-        self._place.position.before_batch(fetcher)
-        return moved or arrived
+    def take(self, fetcher: Any, last: int, now: int, stop: bool) -> bool:
+        """Take a snapshot if one is due after ``now`` optimizer steps, one batch after ``last``, or before a ``stop``.
+
+        Return whether training is at a place that can be gone on from.
+        """
+        if now == last:  # nothing is new: gradients are accumulated, or the first batch comes
+            return self._arrived == self.position.drawn
+        self._take(fetcher, last, now, stop)
+        return True
 
     def _take(self, fetcher: Any, last: int, now: int, stop: bool) -> None:
         disk = stop or self._disk.since(last, now)
@@ -198,7 +201,7 @@ class Snapshots:
         if disk or by_clock or self._memory.since(last, now):
             self._place.fetcher = fetcher
             self._save(now - 1, True if disk else None, _PATIENCE_S if stop else None)
-        self._due = 0.0 if by_clock else min(self._memory.after(now), self._disk.after(now))
+        self.due = 0.0 if by_clock else min(self._memory.after(now), self._disk.after(now))
 
     def finish(self) -> None:
         """Training is at its end: have that on disk."""

@@ -47,6 +47,10 @@ class Staging(FlashCheckpoint):
         if isinstance(state.get("path"), str) and state["number"] > self._last_published():
             self.left = state["number"]
 
+    def secure(self, number: int) -> None:
+        """Have the saver write one that it has in memory only: its disk may have been full when it tried."""
+        self._attendant.ask({"op": "secure", "step": number})
+
     def unpublished(self) -> list[int]:
         """Return what is on disk and was not made a file, oldest first."""
         last = self._last_published()

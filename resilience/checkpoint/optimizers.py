@@ -232,7 +232,7 @@ def _names_in(tree: Any) -> set[Any]:
 
 def _is_usual(optimizer: torch.optim.Optimizer) -> bool:
     """Whether nobody but torch has a word when its state is taken or loaded, and its parameters are plain ones."""
-    kind, base = type(optimizer), torch.optim.Optimizer
+    base = torch.optim.Optimizer
     hooks = (
         optimizer._optimizer_state_dict_pre_hooks,
         optimizer._optimizer_state_dict_post_hooks,
@@ -240,9 +240,8 @@ def _is_usual(optimizer: torch.optim.Optimizer) -> bool:
         optimizer._optimizer_load_state_dict_post_hooks,
     )
     return (
-        kind.state_dict is base.state_dict
-        and kind.load_state_dict is base.load_state_dict
-        and not {"state_dict", "load_state_dict"} & vars(optimizer).keys()
+        getattr(optimizer.state_dict, "__func__", None) is base.state_dict
+        and getattr(optimizer.load_state_dict, "__func__", None) is base.load_state_dict
         and not any(hooks)
         and all(
             type(one) in PLAIN_TENSORS or sharding.is_sharded(one)

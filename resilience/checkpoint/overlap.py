@@ -26,6 +26,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 _LOG = logging.getLogger("resilience.checkpoint")
 _running: weakref.WeakSet[Behind] = weakref.WeakSet()
+_busy: set[Behind] = set()  # may have something under way. Optimizers look here before every step, mostly in vain
 
 
 class Behind:
@@ -37,16 +38,18 @@ class Behind:
         self._idle.set()
         threading.Thread(target=_work, args=(self._acts, self._idle), name="resilience-copy", daemon=True).start()
         _running.add(self)
-        _hook_once()
 
     def do(self, act: Callable[[], None]) -> None:
         """Have something done. Nothing may be under way."""
+        _hook_once()
         self._idle.clear()
+        _busy.add(self)
         self._acts.put(act)
 
     def join(self) -> None:
         """Wait until nothing is under way. If nothing is, that is one look."""
         self._idle.wait()
+        _busy.discard(self)
 
     def close(self) -> None:
         """Wait, and end the thread."""
@@ -78,8 +81,9 @@ def _hook_once() -> None:
 
 
 def _before_step(*_: Any) -> None:
-    for behind in _running:
-        behind.join()
+    if _busy:
+        for behind in list(_busy):
+            behind.join()
 
 
 def _in_child() -> None:
@@ -87,6 +91,7 @@ def _in_child() -> None:
     for behind in list(_running):
         behind._idle.set()
     _running.clear()
+    _busy.clear()
 
 
 os.register_at_fork(after_in_child=_in_child)

@@ -14,6 +14,7 @@ import inspect
 import logging
 import math
 import os
+from collections.abc import Callable
 from contextlib import ContextDecorator
 from datetime import timedelta
 from typing import Any, cast
@@ -122,12 +123,15 @@ def stop_requested() -> bool:
     return _here.stop is not None and _here.stop.requested()
 
 
-def listen_for_stop() -> None:
-    """Take the signals of :func:`stop_requested` now, or again: a framework may have put handlers of its own in their place."""
+def listen_for_stop() -> Callable[[], bool]:
+    """Take the signals of :func:`stop_requested` now, or again: a framework may have put handlers of its own in their place. Return
+    what that calls, for as long as there is no other process."""
     if _here.stop is None:
         _here.look()
-    if _here.stop is not None:
-        _here.stop.listen()
+    if _here.stop is None:
+        return stop_requested
+    _here.stop.listen()
+    return _here.stop.requested
 
 
 def end_all_sections() -> None:

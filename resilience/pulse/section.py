@@ -47,7 +47,6 @@ class Section:
         "_inside",
         "_largest",
         "_opened_at",
-        "_pulse",
         "_row",
         "_timeout",
         "_timeouts",
@@ -55,6 +54,7 @@ class Section:
         "exits",
         "name",
         "owner",
+        "pulse",
     )
 
     def __init__(self, name: str, pulse: Pulse | None = None, index: int = 0) -> None:
@@ -63,7 +63,7 @@ class Section:
         self.owner = 0  # no thread: whoever enters it takes the way for others, which ends there without a pulse
         self.depth = 0
         self.exits = 0
-        self._pulse = pulse
+        self.pulse = pulse
         self._elsewhere: dict[int, Section] = {}
         if pulse is None:
             return
@@ -81,10 +81,11 @@ class Section:
         """Open the section, or go one level deeper into it."""
         if get_ident() != self.owner:
             return self._enter_elsewhere()
-        depth = self.depth
-        self.depth = depth + 1
-        if not depth:
-            pulse: Pulse = self._pulse  # type: ignore[assignment]  # an owner has one
+        if self.depth:
+            self.depth += 1
+        else:
+            pulse: Pulse = self.pulse  # type: ignore[assignment]  # an owner has one
+            self.depth = 1
             self._row[R_OPENED] = self._opened_at = now = monotonic_ns()
             self._inside = pulse.inside
             if not pulse.open:
@@ -106,19 +107,19 @@ class Section:
         if value is not None and depth:
             leave_mark(value, self.name, self._opened_at)
         if depth == 1:
-            self._close()
+            self.close_at(monotonic_ns())
         elif depth:
             self.depth = depth - 1
         return None
 
-    def _close(self) -> None:
+    def close_at(self, now: int) -> None:
+        """Close the section, which is open, at whatever depth."""
+        row, opened_at = self._row, self._opened_at
+        pulse: Pulse = self.pulse  # type: ignore[assignment]  # it was opened
+        took = now - opened_at
         self.depth = 0
-        row = self._row
-        pulse: Pulse = self._pulse  # type: ignore[assignment]  # it was opened
-        now = monotonic_ns()
-        took = now - self._opened_at
         pulse.open.discard(self)
-        if self._opened_at > pulse.beat_at:
+        if opened_at > pulse.beat_at:
             # Before it shows as closed: a reader in between must not miss it in both places. Nested sections count once.
             inside = self._inside + took
             if inside > pulse.inside:
@@ -132,7 +133,16 @@ class Section:
     def close(self) -> None:
         """Close the section at whatever depth, from whatever thread."""
         if self.depth:
-            self._close()
+            self.close_at(monotonic_ns())
+
+    def over(self, step: int | None) -> None:
+        """Close the section, if it is open, and send a heartbeat, at one time of the clock: for loops that are not the user's own,
+        who can't choose to have less of it."""
+        pulse, now = self.pulse, monotonic_ns()
+        if self.depth:
+            self.close_at(now)
+        if pulse is not None:
+            pulse.beat(step, now)
 
     def enter(self) -> None:
         """Open the section in this thread."""
@@ -148,13 +158,13 @@ class Section:
     def leave(self) -> bool:
         """Close what was opened last in this thread; False when it is not open here."""
         mine = self if get_ident() == self.owner else self._elsewhere.get(get_ident())
-        was_open = self._pulse is None or (mine is not None and mine.depth > 0)
+        was_open = self.pulse is None or (mine is not None and mine.depth > 0)
         self.__exit__(None, None, None)
         return was_open
 
     def limit(self, timeout: float) -> None:
         """Give the section a timeout of its own, in seconds, in whatever thread it is open; it holds until another one."""
-        if self._pulse is None:
+        if self.pulse is None:
             return
         self._timeout = timeout
         for row in (self, *list(self._elsewhere.values())):
@@ -162,13 +172,13 @@ class Section:
 
     def detach(self) -> None:
         """Become a no-op: this is a forked child, and the page is its parent's."""
-        self._pulse = None
-        self.owner = 0
+        self.pulse = None
+        self.owner = self.depth = 0
         self._elsewhere.clear()
 
     def _enter_elsewhere(self) -> Section:
         """Open this thread's own row: a row has one writer."""
-        pulse = self._pulse
+        pulse = self.pulse
         if pulse is None:
             return self
         row = self._elsewhere.get(get_ident())
@@ -183,11 +193,11 @@ class Section:
 
     def _leave_elsewhere(self, value: BaseException | None = None) -> None:
         row = self._elsewhere.get(get_ident())
-        if row is not None and self._pulse is not None:
+        if row is not None and self.pulse is not None:
             row.__exit__(None, value, None)
             if not row.depth:
                 del self._elsewhere[get_ident()]
-                self._pulse.give_back(self.name, row)
+                self.pulse.give_back(self.name, row)
 
     def __call__(self, function: F) -> F:
         """Wrap a function (plain or async) so that each call runs inside the section."""

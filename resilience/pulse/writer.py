@@ -92,10 +92,10 @@ class Pulse:
         self.largest_pause = NOTHING_YET
         self.inside = 0
 
-    def beat(self, step: int | None) -> None:
-        """Store one heartbeat, and the step if there is one."""
+    def beat(self, step: int | None, now: int = 0) -> None:
+        """Store one heartbeat, and the step if there is one. ``now``: if somebody has just looked at the clock."""
         words = self.words
-        now = monotonic_ns()
+        now = now or monotonic_ns()
         if step is not None:
             try:
                 words[W_STEP] = step

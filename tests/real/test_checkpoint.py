@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from resilience.integrations.lightning import FlashCheckpointIO
 
 from resilience.checkpoint.flash import FlashCheckpoint
 from resilience.checkpoint.receipt import Level
@@ -54,3 +55,22 @@ def test_full_disk_fails_the_save_keeps_the_step_before_and_recovers_when_there_
     checkpoint.save_state(2, state(3, 2.0))
     assert checkpoint.wait().level is Level.DURABLE
     checkpoint.close()
+
+
+def test_full_disk_takes_no_checkpoint_of_lightning_that_was_there(small_disk: Path, saver_home: Path) -> None:
+    plugin = FlashCheckpointIO(timeout=60)
+    plugin.save_checkpoint(state(1, 1.0), small_disk / "old.ckpt")
+    plugin.wait()
+    with (small_disk / "filler").open("wb", buffering=0) as file, pytest.raises(OSError, match="No space left"):
+        while True:
+            file.write(bytes(MIB // 16))
+    plugin.save_checkpoint(state(1, 2.0), small_disk / "new.ckpt")
+    plugin.remove_checkpoint(small_disk / "old.ckpt")
+    with pytest.raises(SaveError, match=r"new\.ckpt was not written"):
+        plugin.teardown()
+    assert not (small_disk / "new.ckpt").exists()
+    assert torch.equal(torch.load(small_disk / "old.ckpt")["x"], state(1, 1.0)["x"])
+    (small_disk / "filler").unlink()
+    again = FlashCheckpointIO(timeout=60)  # the next life, with room
+    assert torch.equal(again.load_checkpoint(small_disk / "new.ckpt")["x"], state(1, 2.0)["x"])
+    again.teardown()

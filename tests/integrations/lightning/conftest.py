@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from resilience import config
 from tests.checkpoint.conftest import saver_home
 
 __all__ = ["saver_home"]
@@ -22,6 +23,12 @@ _THEIRS = (
     "ignore:.*is smaller than the logging interval.*",
     "ignore:.*Checkpoint directory .* exists and is not empty.*",
 )
+
+
+@pytest.fixture(autouse=True)
+def nobody_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one trainer says of this process is not said to the next test."""
+    monkeypatch.setattr(config, "_told", {})
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -20,7 +20,7 @@ from resilience.integrations import lightning as ours
 from resilience.integrations import pytorch_lightning as theirs
 from resilience.integrations.faults import Faults, SimulatedFaultParams, parse
 from resilience.integrations.finished import End, is_complete
-from resilience.integrations.lightning import policy
+from resilience.integrations.lightning import flavour, policy, progress
 from resilience.integrations.lightning.snapshots import Due
 from torch.utils.data import DataLoader
 
@@ -119,7 +119,7 @@ def test_the_whole_life_of_a_training_is_in_sections(tmp_path: Path) -> None:
         "on_fit_start": {"setup"},
         "sanity": {"setup", "sanity check", "validation step"},
         "on_train_start": {"setup"},
-        "load": {"load"},
+        "load": set(),
         "forward": {"step"},
         "backward": {"step"},
         "optimizer": {"step"},
@@ -397,3 +397,58 @@ def test_weights_that_a_callback_averages_are_kept(tmp_path: Path) -> None:
         trained(tmp_path / "broken", crash_at=11, rows=rows, also=(EMAWeightAveraging(decay=0.9),))
     assert trained(tmp_path / "broken", rows=rows, also=(EMAWeightAveraging(decay=0.9),)) == straight
     assert straight.digest != trained(tmp_path / "plain").digest, "else this test can't fail"
+
+
+def test_trainer_after_one_with_several_ranks_is_known_for_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")  # Lightning leaves it behind
+    several = pl.Trainer(accelerator="cpu", devices=2, strategy="ddp", logger=False, enable_checkpointing=False)
+    alone = pl.Trainer(accelerator="cpu", devices=1, strategy="auto", logger=False, enable_checkpointing=False)
+    flavour.tell_who(several)
+    flavour.check_world(several)
+    with pytest.raises(ConfigError, match="the job has 2 ranks and this trainer 1"):
+        flavour.check_world(alone)
+    flavour.tell_who(alone)
+    flavour.check_world(alone)
+    monkeypatch.setenv("RANK", "1")  # a launcher's word counts more
+    flavour.tell_who(alone)
+    with pytest.raises(ConfigError, match="the job has 2 ranks and this trainer 1"):
+        flavour.check_world(alone)
+
+
+def test_number_that_a_hook_keeps_is_kept_as_it_is_and_no_other_name_of_one_that_is_there() -> None:
+    weights = {"w": torch.ones(1)}
+    standard = {"epoch": 1, "state_dict": weights}
+    changed = {"epoch": 1, "state_dict": {"average": torch.zeros(1)}, "current": weights, "mine": 1}
+    found = progress._added(standard, changed)
+    assert found["mine"] == 1
+    assert found["resilience.same"] == {"current": "state_dict"}
+    assert list(found["state_dict"]) == ["average"]
+
+
+def test_nothing_that_the_loops_count_with_is_forgotten() -> None:
+    fit_loop = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False).fit_loop
+    known = {place for place, _, _ in progress._counted(fit_loop)}
+    pending, found = [("", fit_loop)], set()
+    while pending:
+        prefix, loop = pending.pop()
+        for name, value in vars(loop).items():
+            if any(kind.__name__ == "_Loop" for kind in type(value).__mro__):
+                pending.append((f"{prefix}{name}.", value))
+            elif hasattr(value, "state_dict") and hasattr(value, "reset_on_restart"):
+                found.add(prefix + name)
+    assert found
+    assert found <= known
+
+
+def test_numbers_of_the_loops_are_what_lightning_itself_would_keep() -> None:
+    trainer = pl.Trainer(accelerator="cpu", max_steps=3, logger=False, enable_checkpointing=False)
+    trainer.fit(Model(), DataLoader(Numbers(), 4))
+    counted = list(progress._counted(trainer.fit_loop))
+    kept = progress.loops_state(counted)
+    assert kept["epoch_loop.batch_progress"] == trainer.fit_loop.epoch_loop.batch_progress.state_dict()
+    fresh = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    again = list(progress._counted(fresh.fit_loop))
+    assert progress.loops_state(again) != kept
+    progress.load_loops(again, kept)
+    assert progress.loops_state(again) == kept
+    assert fresh.global_step == 3
