@@ -135,6 +135,7 @@ runpy.run_path(sys.argv.pop(1), run_name="__main__")
 """
 
 
+@pytest.mark.long
 def test_the_example_of_one_process_ends_the_same_after_a_kill_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
     script = str(ROOT / "examples" / "checkpoint_single.py")
 

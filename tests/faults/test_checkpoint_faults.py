@@ -392,6 +392,7 @@ def acknowledged(it: Job, rank: int, level: str) -> int:
     )
 
 
+@pytest.mark.long
 def test_answer_that_comes_too_late_is_not_taken_for_that_to_another_question(home: Path, saver_home: Path) -> None:
     checkpoint = FlashCheckpoint(home, disk_every=1)
     checkpoint.save_state(1, state(1))

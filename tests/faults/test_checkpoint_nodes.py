@@ -179,6 +179,7 @@ def test_node_that_is_lost_and_replaced_goes_on_from_what_is_on_disk(tmp_path: P
         assert not notes(it, "BAD-")
 
 
+@pytest.mark.long
 def test_directory_that_is_not_shared_is_refused_in_words(tmp_path: Path) -> None:
     with Fleet(tmp_path, "2", [*OPTIONS, *ONE], [SNAPSHOTS, "ck", "10"]) as it:  # each launcher has a folder of its own
         for _ in range(2):

@@ -32,6 +32,7 @@ def restored(it: Fleet) -> dict[int, int]:
     return dict(noted("restored-", *it.nodes))
 
 
+@pytest.mark.long
 def test_rank_0_that_moves_to_a_new_node_has_the_directory_from_the_old_one(tmp_path: Path) -> None:
     with job(tmp_path, 20) as it:
         it.add(env={"GROUP_RANK": "1"}).await_steps(0)

@@ -113,7 +113,7 @@ def test_node_that_is_lost_gets_its_state_back_from_a_peer_and_all_go_on(tmp_pat
     [
         pytest.param(0, marks=pytest.mark.long),
         pytest.param(1, marks=pytest.mark.rare),
-        pytest.param(2, marks=pytest.mark.long),
+        pytest.param(2, marks=pytest.mark.rare),
     ],
 )
 def test_any_of_three_nodes_with_two_ranks_each_can_be_lost(tmp_path: Path, place: int) -> None:
@@ -148,8 +148,7 @@ def test_nodes_that_are_lost_one_after_the_other_are_each_given_back_what_they_h
             assert "was fetched from other nodes' memory" in it.nodes[place].log()
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.long), pytest.param(1, marks=pytest.mark.rare)])
 def test_new_node_takes_the_place_of_the_lost_one_also_where_nobody_gives_ranks(tmp_path: Path, rank: int) -> None:
     options = [*OPTIONS, "--nproc-per-node=1"]
     script = [SNAPSHOTS, str(tmp_path / "ck"), "200", "64"]

@@ -267,6 +267,7 @@ def test_node_that_comes_later_is_let_in_and_that_does_not_count(tmp_path: Path)
         assert finish(it.nodes) == [0, 0], it.logs()
 
 
+@pytest.mark.long
 def test_launcher_that_dies_between_alarm_and_verdict_is_not_waited_for_long(tmp_path: Path) -> None:
     """Its extension is slow; while it is asked, the launcher is killed. The other one gives the verdict."""
     (tmp_path / "slow.py").write_text(
