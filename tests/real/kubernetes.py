@@ -214,6 +214,7 @@ class ApiServer:
         from kubernetes.client import ApiClient, Configuration
 
         configuration = Configuration()
+        configuration.connection_pool_maxsize = 32  # every kind that is watched holds one
         configuration.host = url or self.url
         configuration.ssl_ca_cert = str(self.authority)
         configuration.api_key = {"authorization": f"Bearer {self.token}"}
