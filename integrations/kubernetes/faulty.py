@@ -5,13 +5,13 @@ A launcher that finds its node faulty says so by its exit code and its terminati
 Rule: a pod can get the node marked that it ran on, and no other, whatever its message claims. Only pods of the selector are heard.
 
 Hazard: a broken driver that is rolled out everywhere would take out the cluster. So there is a brake: so many nodes an hour, then a
-growing pause with an error in the log. What is held back is done later, not forgotten.
+growing pause with an error in the log. What is held back is done later, not forgotten. Nodes are counted, not failures: a pod that
+fails on one node again and again uses up nothing. The nodes themselves say since when they are out, so a restart changes nothing.
 """
 
 from __future__ import annotations
 
 import argparse
-import collections
 import dataclasses
 import sys
 import time
@@ -82,13 +82,13 @@ class FaultyNodes:
     name = "faulty-nodes"
 
     def __init__(
-        self, api: Api, selector: str, per_hour: int = MARKS_PER_HOUR, clock: Callable[[], float] = time.monotonic
+        self, api: Api, selector: str, per_hour: int = MARKS_PER_HOUR, clock: Callable[[], float] = time.time
     ) -> None:
         self._api = api
         self._pods = Kind("", "v1", "pods", selector)
         self._per_hour = per_hour
         self._clock = clock
-        self._marks: collections.deque[float] = collections.deque()
+        self._out: dict[str, float] | None = None  # since when; None: the nodes were not asked yet
         self._done: dict[str, set[str]] = {}  # by pod: failures that were dealt with
 
     @classmethod
@@ -106,10 +106,7 @@ class FaultyNodes:
         for failure in failures(thing):
             if failure.id in self._done.get(uid, ()):
                 continue
-            self._brake(failure)
-            pod = f"{thing['metadata'].get('namespace', '')}/{thing['metadata']['name']}"
-            if nodes.mark(self._api, failure.fault.node, failure.fault, failure.id, happened=failure.happened, pod=pod):
-                self._marks.append(self._clock())
+            self._mark(failure, f"{thing['metadata'].get('namespace', '')}/{thing['metadata']['name']}")
             self._done.setdefault(uid, set()).add(failure.id)
         if verb == DELETED:
             self._done.pop(uid, None)
@@ -117,15 +114,23 @@ class FaultyNodes:
     def tick(self, now: float) -> None:
         """See :class:`Part`. Nothing here depends on time."""
 
-    def _brake(self, failure: Failure) -> None:
-        while self._marks and self._marks[0] < self._clock() - _HOUR_S:
-            self._marks.popleft()
-        if len(self._marks) >= self._per_hour:
-            raise KubernetesError(
-                f"{len(self._marks)} nodes were taken out of scheduling within an hour, and {failure.fault.node} "
-                f"({failure.fault.reason}) would be one more. It is left in for now and looked at again. If so many are broken at "
-                "once, the cause may not be the nodes."
-            )
+    def _mark(self, failure: Failure, pod: str) -> None:
+        fault, now = failure.fault, self._clock()
+        known = nodes.taken_out(self._api) if self._out is None else self._out
+        self._out = {node: at for node, at in known.items() if at > now - _HOUR_S}
+        others = len(self._out.keys() - {fault.node})
+
+        def brake() -> None:
+            if others >= self._per_hour:
+                raise KubernetesError(
+                    f"{others} nodes were taken out of scheduling within an hour, and {fault.node} ({fault.reason}) would be one "
+                    "more. It is left in for now and looked at again. If so many are broken at once, the cause may not be the "
+                    "nodes."
+                )
+
+        happened = failure.happened
+        if nodes.mark(self._api, fault.node, fault, failure.id, happened=happened, pod=pod, now=now, brake=brake):
+            self._out[fault.node] = now
 
 
 class KubernetesErrorMonitor(ErrorMonitor):

@@ -14,7 +14,7 @@ import json
 import logging
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from resilience.integrations.kubernetes import events
@@ -27,23 +27,43 @@ _LOG = logging.getLogger("resilience.kubernetes")
 TAINT = "resilience.dev/faulty"
 PREFIX = "resilience.dev/faulty-"
 SEEN = f"{PREFIX}seen"
+SINCE = f"{PREFIX}since"  # when it was taken out, which may be long after what it was taken out for
 _REMEMBERED = 32
 _TRIES = 5
 _WORD = 63  # of a taint's value
 
 
-def mark(api: Api, node: str, fault: NodeFault, failure: str, *, happened: float = 0.0, pod: str = "") -> bool:
-    """Take a node out of scheduling for one failure; return whether that was new.
+def _let() -> None:
+    """Nobody minds."""
+
+
+def mark(
+    api: Api,
+    node: str,
+    fault: NodeFault,
+    failure: str,
+    *,
+    happened: float = 0.0,
+    pod: str = "",
+    now: float = 0.0,
+    brake: Callable[[], None] = _let,
+) -> bool:
+    """Take a node out of scheduling for one failure; return whether it was in until then.
 
     ``failure`` is what tells it from others, and ``happened`` when it was: a node that was registered later is another machine.
+    ``brake`` is called before a node is taken out that is in, and may raise.
     """
+    now = now or time.time()
     digest = hashlib.sha256(failure.encode()).hexdigest()[:12]
     for attempt in range(_TRIES):
         try:
             found = api.get(NODES, node)
             if _is_old(found, digest, happened):
                 return False
-            marked = api.patch(NODES, node, _marked(found, fault, digest, pod))
+            was_in = not is_out(found)
+            if was_in:
+                brake()
+            marked = api.patch(NODES, node, _marked(found, fault, digest, pod, now))
         except NotFound:
             _LOG.info("node %s is not there any more: nothing to mark (%s).", node, fault.reason)
             return False
@@ -55,9 +75,21 @@ def mark(api: Api, node: str, fault: NodeFault, failure: str, *, happened: float
             "node %s is out of scheduling: %s: %s%s", node, fault.reason, fault.message, f" (pod {pod})" if pod else ""
         )
         told = f"out of scheduling ({fault.reason}): {fault.message}{f' (pod {pod})' if pod else ''}"
-        events.record(api, {**marked, "kind": "Node"}, "NodeFaulty", told, time.time(), key=digest)
-        return True
+        events.record(api, {**marked, "kind": "Node"}, "NodeFaulty", told, now, key=digest)
+        return was_in
     return False
+
+
+def is_out(node: Mapping[str, Any]) -> bool:
+    """Whether a node is out of scheduling by a mark of ours."""
+    spec = node["spec"]
+    return bool(spec.get("unschedulable")) and any(taint.get("key") == TAINT for taint in spec.get("taints") or ())
+
+
+def taken_out(api: Api) -> dict[str, float]:
+    """Return the nodes that are out by a mark of ours, and since when: what a controller that starts anew has to know."""
+    found = [node for node in api.list_all(NODES)[0] if is_out(node)]
+    return {str(node["metadata"]["name"]): events.seconds(_notes(node).get(SINCE)) for node in found}
 
 
 def release(api: Api, node: str) -> bool:
@@ -94,20 +126,25 @@ def _is_old(node: Mapping[str, Any], digest: str, happened: float) -> bool:
     return digest in _seen(node) or bool(happened and born > happened + 1.0)
 
 
+def _notes(node: Mapping[str, Any]) -> Mapping[str, str]:
+    return node["metadata"].get("annotations") or {}
+
+
 def _seen(node: Mapping[str, Any]) -> list[str]:
     try:
-        found = json.loads((node["metadata"].get("annotations") or {}).get(SEEN, "[]"))
+        found = json.loads(_notes(node).get(SEEN, "[]"))
     except ValueError:
         return []
     return [item for item in found if isinstance(item, str)] if isinstance(found, list) else []
 
 
-def _marked(node: Mapping[str, Any], fault: NodeFault, digest: str, pod: str) -> dict[str, Any]:
+def _marked(node: Mapping[str, Any], fault: NodeFault, digest: str, pod: str, now: float) -> dict[str, Any]:
     others = [taint for taint in node["spec"].get("taints") or [] if taint.get("key") != TAINT]
     notes = {
         "reason": fault.reason,
         "message": fault.message,
-        "at": events.stamp(fault.at or time.time()),
+        "at": events.stamp(fault.at or now),
+        "since": (_notes(node).get(SINCE, "") if is_out(node) else "") or events.stamp(now),
         "run": fault.run,
         "pod": pod,
         "seen": json.dumps([*_seen(node), digest][-_REMEMBERED:]),

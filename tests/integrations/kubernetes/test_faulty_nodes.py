@@ -200,16 +200,50 @@ def test_mark_that_could_not_be_made_is_tried_again_and_logged(
 
 
 def test_so_many_nodes_an_hour_and_then_the_brake(cluster: Cluster) -> None:
-    now = 0.0
+    now = 4e9
     part = FaultyNodes(cluster.api, SELECTOR, per_hour=1, clock=lambda: now)
     for name in ("a", "b"):
         cluster.pod(f"p{name}", node=cluster.node(name))
         cluster.say(f"p{name}", ended(14))
     with pytest.raises(KubernetesError, match="within an hour"):
         look_at(cluster, part)
-    now = 3601.0
+    now += 3601.0
     look_at(cluster, part)
     assert all(is_marked(cluster.get_node(f"{cluster.name}-{name}")) for name in "ab")
+
+
+def test_pod_that_fails_again_and_again_on_one_node_does_not_hold_the_brake_for_the_others(cluster: Cluster) -> None:
+    part = FaultyNodes(cluster.api, SELECTOR, per_hour=2)
+    looping, other = cluster.node("a"), cluster.node("b")
+    cluster.pod("p", node=looping)
+    for number in range(4):
+        cluster.say("p", ended(14, container=f"containerd://{number}"))
+        look_at(cluster, part)
+    cluster.pod("q", node=other)
+    cluster.say("q", ended(14))
+    look_at(cluster, part)
+    assert is_marked(cluster.get_node(looping))
+    assert is_marked(cluster.get_node(other))
+
+
+def test_brake_counts_what_was_taken_out_before_the_controller_was_started_again(cluster: Cluster) -> None:
+    now = 4e9
+    for name in ("a", "b", "c"):
+        cluster.pod(f"p{name}", node=cluster.node(name))
+
+    def fails(name: str, container: str = "containerd://1") -> None:
+        cluster.say(f"p{name}", ended(14, container=container))
+        look_at(cluster, FaultyNodes(cluster.api, SELECTOR, per_hour=2, clock=lambda: now))
+
+    fails("a")
+    now += 3000.0
+    fails("b")
+    fails("a", "containerd://2")  # it is out already, and counts from when it was taken out
+    with pytest.raises(KubernetesError, match="2 nodes were taken out"):
+        fails("c")
+    now += 700.0
+    fails("c")
+    assert is_marked(cluster.get_node(f"{cluster.name}-c"))
 
 
 def test_launcher_with_the_right_to_do_so_marks_by_itself(cluster: Cluster) -> None:
