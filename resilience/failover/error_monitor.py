@@ -27,6 +27,8 @@ _BY_CODE = {14: "InfoROMCorrupted", 128: "UnknownDevice", 201: "DriverError", 20
 _MARK = "resilience"  # the key that tells our termination message from anybody's
 _VERSION = 1
 _TEXT = 2000
+_WORD = 253  # the longest name that Kubernetes has
+_YEAR_9999 = 253_370_764_800
 _MOST_BYTES = 4096  # what Kubernetes keeps of a termination message
 
 
@@ -65,7 +67,7 @@ def from_message(text: str) -> NodeFault | None:
     """Return the fault in a termination message, or None where it is not one of ours. The text is anybody's: nothing is trusted."""
     try:
         told = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):  # the latter: brackets without end
         return None
     if not isinstance(told, dict) or told.get(_MARK) != _VERSION or not isinstance(told.get("fault"), dict):
         return None
@@ -79,8 +81,15 @@ def _checked(found: dict[str, Any]) -> NodeFault | None:
         return None
     if not (code is None or type(code) is int) or type(at) not in (int, float):
         return None
-    node, reason, message = (str(word) for word in words)
-    return NodeFault(node, reason, message, code=code, run=run, at=float(at))
+    node, reason, message = (_plain(str(word), most) for word, most in zip(words, (_WORD, _WORD, _TEXT), strict=True))
+    if not (node and reason and message):
+        return None
+    return NodeFault(node, reason, message, code, _plain(run, _WORD), float(at) if 0 <= at < _YEAR_9999 else 0.0)
+
+
+def _plain(text: str, most: int) -> str:
+    """Return a text of bounded length that is one line wherever it is shown: it can forge no line and tell no terminal anything."""
+    return "".join(letter if letter.isprintable() else " " for letter in text[:most]).strip()
 
 
 class ErrorMonitor(ABC):

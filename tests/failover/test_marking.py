@@ -197,10 +197,32 @@ def test_message_is_kept_whole_by_kubernetes_and_readable(letter: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{}", "[]", "Killed", '{"resilience": 1}', '{"resilience": 1, "fault": {"node": 3}}']
+    "text",
+    ["", "{}", "[]", "Killed", '{"resilience": 1}', '{"resilience": 1, "fault": {"node": 3}}', "[" * 4000],
+    ids=lambda text: text[:40],
 )
 def test_what_others_leave_there_is_no_fault(text: str) -> None:
     assert from_message(text) is None
+
+
+def told(**fields: object) -> NodeFault | None:
+    return from_message(json.dumps({"resilience": 1, "fault": {**dataclasses.asdict(FAULT), **fields}}))
+
+
+@pytest.mark.parametrize("at", [1e300, -1e300, -1.0, float("nan"), float("inf"), 10**400], ids=lambda at: str(at)[:8])
+def test_time_that_can_not_be_is_unknown_and_the_fault_is_heard(at: float) -> None:
+    assert told(at=at) == dataclasses.replace(FAULT, at=0.0)
+
+
+def test_texts_are_one_line_of_bounded_length_whatever_is_in_them() -> None:
+    forged = "a\n2030-01-01 ERROR b\r\x1b[2Jc\x9b1m\u2028d\u202ee\ud800f" + "x" * 4000
+    found = told(reason=forged, message=forged, run=forged, node=forged)
+    assert found is not None
+    for text in (found.reason, found.message, found.run, found.node):
+        assert text.isprintable()
+        assert text.startswith("a 2030-01-01 ERROR b  [2Jc 1m d e fx")
+        assert len(text) <= 2000
+    assert told(message="\x1b") is None
 
 
 @pytest.mark.parametrize(("code", "reason"), [(14, "InfoROMCorrupted"), (128, "UnknownDevice"), (201, "DriverError")])

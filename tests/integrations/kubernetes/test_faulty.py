@@ -6,6 +6,7 @@ import json
 
 import pytest
 from resilience.integrations.kubernetes.cli import main
+from resilience.integrations.kubernetes.events import stamp
 from resilience.integrations.kubernetes.faulty import KubernetesErrorMonitor, failures
 from resilience.integrations.kubernetes.nodes import word
 
@@ -53,6 +54,19 @@ def test_message_of_the_launcher_says_more_and_its_claim_of_another_node_is_not_
 )
 def test_message_of_anybody_else_is_no_message(text: str) -> None:
     assert not list(failures(pod("p", node="gpu-7", code=1, message=text)))
+
+
+@pytest.mark.parametrize(
+    "message",
+    ["[" * 4000, NodeFault("gpu-7", "Mine", "x", at=1e300).as_message()],
+    ids=["brackets", "a time that is none"],
+)
+def test_message_can_not_keep_its_own_node_from_being_marked(message: str) -> None:
+    thing = pod("p", node="gpu-7", code=14, message=message)
+    del thing["status"]["containerStatuses"][0]["state"]["terminated"]["finishedAt"]
+    (found,) = failures(thing)
+    assert found.fault.node == "gpu-7"
+    assert stamp(found.fault.at)
 
 
 def test_pod_that_never_had_a_node_tells_of_none() -> None:
