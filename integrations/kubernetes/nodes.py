@@ -3,8 +3,12 @@
 The taint says it to the scheduler and to people who look at the node; the annotations say more. Both are written in one patch, with
 the version that was read, so nothing that others write is lost.
 
-Rule: one failure marks once. The node remembers which failures it was marked for: an operator who has put it back in service is not
-overruled by a failure that was known then.
+Rule: one failure marks once. The node remembers which failures it was marked for, and until when all are settled: an operator who
+has put it back in service is not overruled by a failure of before. What ended before a failure that the node was marked for is
+settled with it: the node was out then, and whoever put it back did so later.
+
+Hazard: when a node was put back is told by the operator's clock, when a container ended by the node's. A failure within their
+difference may be taken for one of before.
 """
 
 from __future__ import annotations
@@ -27,6 +31,7 @@ _LOG = logging.getLogger("resilience.kubernetes")
 TAINT = "resilience.dev/faulty"
 PREFIX = "resilience.dev/faulty-"
 SEEN = f"{PREFIX}seen"
+UNTIL = f"{PREFIX}until"  # failures that ended until then are settled
 SINCE = f"{PREFIX}since"  # when it was taken out, which may be long after what it was taken out for
 _REMEMBERED = 32
 _TRIES = 5
@@ -63,7 +68,7 @@ def mark(
             was_in = not is_out(found)
             if was_in:
                 brake()
-            marked = api.patch(NODES, node, _marked(found, fault, digest, pod, now))
+            marked = api.patch(NODES, node, _marked(found, fault, digest, pod, now=now, happened=happened))
         except NotFound:
             _LOG.info("node %s is not there any more: nothing to mark (%s).", node, fault.reason)
             return False
@@ -93,21 +98,19 @@ def taken_out(api: Api) -> dict[str, float]:
 
 
 def release(api: Api, node: str) -> bool:
-    """Put a node back in service; return whether it was marked. What it was marked for is remembered."""
+    """Put a node back in service; return whether it was marked. What has failed until now is settled."""
     for attempt in range(_TRIES):
         try:
             found = api.get(NODES, node)
             taints = found["spec"].get("taints") or []
-            notes = [
-                name for name in found["metadata"].get("annotations") or {} if name.startswith(PREFIX) and name != SEEN
-            ]
+            notes = [name for name in _notes(found) if name.startswith(PREFIX) and name not in (SEEN, UNTIL)]
             ours = [taint for taint in taints if taint.get("key") == TAINT]
             if not ours and not notes:
                 return False
             change = {
                 "metadata": {
                     "resourceVersion": found["metadata"]["resourceVersion"],
-                    "annotations": dict.fromkeys(notes),
+                    "annotations": {**dict.fromkeys(notes), UNTIL: events.stamp(time.time())},
                 },
                 "spec": {"unschedulable": None, "taints": [taint for taint in taints if taint not in ours] or None},
             }
@@ -121,9 +124,13 @@ def release(api: Api, node: str) -> bool:
 
 
 def _is_old(node: Mapping[str, Any], digest: str, happened: float) -> bool:
-    """Whether the node knows this failure already, or is newer than it."""
+    """Whether the node knows this failure already, it is settled, or the node is newer than it."""
     born = events.seconds(node["metadata"].get("creationTimestamp"))
-    return digest in _seen(node) or bool(happened and born > happened + 1.0)
+    return digest in _seen(node) or bool(happened and (int(happened) <= _settled(node) or born > happened + 1.0))
+
+
+def _settled(node: Mapping[str, Any]) -> float:
+    return events.seconds(_notes(node).get(UNTIL))
 
 
 def _notes(node: Mapping[str, Any]) -> Mapping[str, str]:
@@ -138,8 +145,11 @@ def _seen(node: Mapping[str, Any]) -> list[str]:
     return [item for item in found if isinstance(item, str)] if isinstance(found, list) else []
 
 
-def _marked(node: Mapping[str, Any], fault: NodeFault, digest: str, pod: str, now: float) -> dict[str, Any]:
+def _marked(
+    node: Mapping[str, Any], fault: NodeFault, digest: str, pod: str, *, now: float, happened: float
+) -> dict[str, Any]:
     others = [taint for taint in node["spec"].get("taints") or [] if taint.get("key") != TAINT]
+    settled = max(_settled(node), min(happened, now))  # a clock that is ahead settles nothing that is to come
     notes = {
         "reason": fault.reason,
         "message": fault.message,
@@ -147,6 +157,7 @@ def _marked(node: Mapping[str, Any], fault: NodeFault, digest: str, pod: str, no
         "since": (_notes(node).get(SINCE, "") if is_out(node) else "") or events.stamp(now),
         "run": fault.run,
         "pod": pod,
+        "until": events.stamp(settled) if settled else "",
         "seen": json.dumps([*_seen(node), digest][-_REMEMBERED:]),
     }
     return {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -145,6 +146,34 @@ def test_plain_kubectl_uncordon_is_respected_too(cluster: Cluster) -> None:
     cluster.api.patch(NODES, node, {"spec": {"unschedulable": False}})
     look_at(cluster, FaultyNodes(cluster.api, SELECTOR))
     assert not cluster.get_node(node)["spec"].get("unschedulable")
+
+
+@pytest.mark.parametrize("plainly", [False, True], ids=["resilience kubernetes uncordon", "kubectl uncordon"])
+def test_operator_is_not_overruled_however_many_failures_there_were(cluster: Cluster, plainly: bool) -> None:
+    node = cluster.node("a")
+    fault, now = NodeFault(node, "DriverError", "x"), time.time()
+    for number in range(34):  # more than a node remembers by name
+        nodes.mark(cluster.api, node, fault, f"failure {number}", happened=now)
+    if plainly:
+        cluster.api.patch(NODES, node, {"spec": {"unschedulable": None}})
+    else:
+        assert nodes.release(cluster.api, node)
+    for number in range(34):
+        assert not nodes.mark(cluster.api, node, fault, f"failure {number}", happened=now)
+    assert not is_marked(cluster.get_node(node))
+    assert nodes.mark(cluster.api, node, fault, "a new one", happened=time.time() + 60.0)
+
+
+def test_failure_that_nobody_had_seen_before_the_node_was_put_back_is_settled_and_a_clock_that_is_ahead_settles_nothing(
+    cluster: Cluster,
+) -> None:
+    node = cluster.node("a")
+    fault, now = NodeFault(node, "DriverError", "x"), time.time()
+    assert nodes.mark(cluster.api, node, fault, "first", happened=now + 3600.0)
+    unseen = now - 0.5
+    assert nodes.release(cluster.api, node)
+    assert not nodes.mark(cluster.api, node, fault, "unseen", happened=unseen)
+    assert nodes.mark(cluster.api, node, fault, "later", happened=now + 60.0)
 
 
 def test_failure_of_before_the_node_was_registered_is_of_another_machine(cluster: Cluster) -> None:
