@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 from resilience.integrations.kubernetes.podgroups import crd
-from resilience.integrations.kubernetes.podgroups.group import DEFAULT_QUEUE, PodGroup, PodGroupError, Role
+from resilience.integrations.kubernetes.podgroups.group import DEFAULT_QUEUE, PodGroup, PodGroupError, Role, whole
 from resilience.integrations.kubernetes.podgroups.jobs import KINDS, wish
 from resilience.integrations.kubernetes.podgroups.schedulers import SCHEDULERS, GangScheduler, read, scheduler
 
@@ -159,10 +159,11 @@ def _own(args: argparse.Namespace) -> PodGroup:
 def _roles(words: Sequence[str]) -> tuple[Role, ...]:
     found = []
     for word in words:
-        name, sign, number = word.partition("=")
-        if not sign or not number.isdigit():
+        name, _, text = word.partition("=")
+        number = whole(text)
+        if number is None:
             raise PodGroupError(f"--role={word}: write NAME=N, as in --role=worker=2.")
-        found.append(Role(name, int(number)))
+        found.append(Role(name, number))
     return tuple(found)
 
 
@@ -196,7 +197,7 @@ def _from_file(name: str) -> list[Any]:
         raise PodGroupError(f"{name} can't be read: {error}") from error
     if not all(isinstance(item, dict) for item in documents):
         raise PodGroupError(f"{name} holds something that is no Kubernetes object.")
-    jobs = [item for item in documents if item.get("kind") in KINDS]
+    jobs = [item for item in documents if str(item.get("kind")) in KINDS]
     if not jobs:
         kinds = ", ".join(sorted({str(item.get("kind")) for item in documents})) or "nothing"
         close = nearest(str(documents[0].get("kind")), KINDS) if documents else ""

@@ -91,6 +91,9 @@ class PodGroup:
 
     def __post_init__(self) -> None:
         _check_count("min_member", self.min_member)
+        for what in ("name", "queue", "namespace"):
+            if not isinstance(getattr(self, what), str):
+                raise PodGroupError(f"the {what} of a PodGroup is {getattr(self, what)!r:.80}, not a text.")
         if not _SUBDOMAIN.fullmatch(self.name):
             raise PodGroupError(
                 f"{self.name!r} can't be the name of a PodGroup: small letters, digits, '-' and '.', first and last a letter or "
@@ -114,6 +117,11 @@ class PodGroup:
                 return role
         known = ", ".join(role.name for role in self.roles) or "none"
         raise PodGroupError(f"PodGroup {self.name} has no role {name!r}. Its roles: {known}.")
+
+
+def whole(text: str) -> int | None:
+    """Return the number that a text is, or None. Digits that only look like some (``²``) and numbers without end are none."""
+    return int(text) if re.fullmatch("[0-9]{1,9}", text) else None
 
 
 def _check_count(what: str, number: object) -> None:

@@ -16,7 +16,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from resilience.integrations.kubernetes.parts import Kind, Thing
-from resilience.integrations.kubernetes.podgroups.group import DEFAULT_QUEUE, Owner, PodGroup, PodGroupError, Role
+from resilience.integrations.kubernetes.podgroups.group import (
+    DEFAULT_QUEUE,
+    Owner,
+    PodGroup,
+    PodGroupError,
+    Role,
+    whole,
+)
 from resilience.integrations.kubernetes.podgroups.schedulers import GangScheduler, scheduler
 
 from resilience.errors import nearest
@@ -58,14 +65,13 @@ class Wish:
 def wish(job: Thing) -> Wish | None:
     """Return the group that a job asks for; None where it asks for none. Raise where what it says can't be meant."""
     known = kind_of(job)
-    spec = job.get("spec") or {}
-    name = f"{known.name} {(job.get('metadata') or {}).get('name', '?')}"
+    name = f"{known.name} {_part(job, 'metadata', known.name).get('name', '?')}"
+    spec = _part(job, "spec", name)
     if known.kind.group == T9K_GROUP:
-        policy = (spec.get("scheduler") or {}).get("t9kScheduler")
+        policy = _part(spec, "scheduler", name, "spec.").get("t9kScheduler")
         if policy is None:
             return None
-        if not isinstance(policy, Mapping):
-            raise PodGroupError(f"{name}: spec.scheduler.t9kScheduler is {policy!r}, not an object.")
+        policy = _object(policy, f"{name}: spec.scheduler.t9kScheduler")
         number, notes = _members(known, spec, name)
         queue, priority = policy.get("queue") or DEFAULT_QUEUE, policy.get("priority")
         return Wish(_group(job, known, number, queue=queue, priority=priority), scheduler("t9k"), notes)
@@ -85,20 +91,24 @@ def kind_of(job: Thing) -> JobKind:
 
 def finished(job: Thing) -> bool:
     """Whether a job is over: its group is then left as it is."""
-    status = job.get("status") or {}
+    status = job.get("status")
+    if not isinstance(status, Mapping):
+        return False
     if status.get("phase") in ("Succeeded", "Failed"):
         return True
-    over = {"Complete", "Completed", "Failed", "Succeeded"}
-    return any(item.get("type") in over and item.get("status") == "True" for item in status.get("conditions") or ())
+    listed = status.get("conditions")
+    told = [item for item in listed if isinstance(item, Mapping)] if isinstance(listed, list) else []
+    over = ("Complete", "Completed", "Failed", "Succeeded")
+    return any(item.get("type") in over and item.get("status") == "True" for item in told)
 
 
 def _labelled(job: Thing, known: JobKind, spec: Mapping[str, Any], name: str) -> Wish | None:
     """Return the wish of a Job or a JobSet: it stands in labels and annotations."""
-    metadata = job.get("metadata") or {}
-    which = (metadata.get("labels") or {}).get(GANG)
+    metadata = _part(job, "metadata", name)
+    which = _part(metadata, "labels", name, "metadata.").get(GANG)
     if not which:
         return None
-    told = metadata.get("annotations") or {}
+    told = _part(metadata, "annotations", name, "metadata.")
     replicas = known.replicas(spec, name)
     most = sum(replicas.values())
     least = _number(told, MIN_MEMBER, name)
@@ -113,7 +123,7 @@ def _labelled(job: Thing, known: JobKind, spec: Mapping[str, Any], name: str) ->
         priority=_number(told, PRIORITY, name),
         roles=roles,
     )
-    by = scheduler(which, told.get(SCHEDULER_NAME, ""))
+    by = scheduler(str(which), str(told.get(SCHEDULER_NAME) or ""))
     return Wish(group, by, by.notes(group))
 
 
@@ -121,14 +131,15 @@ def _number(told: Mapping[str, str], key: str, name: str) -> int | None:
     text = told.get(key)
     if text is None:
         return None
-    if not str(text).isdigit():
-        raise PodGroupError(f"{name}: annotation {key} is {text!r}, not a whole number.")
-    return int(text)
+    number = whole(str(text))
+    if number is None:
+        raise PodGroupError(f"{name}: annotation {key} is {text!r:.80}, not a whole number.")
+    return number
 
 
 def _members(known: JobKind, spec: Mapping[str, Any], name: str) -> tuple[int, tuple[str, ...]]:
     """Return how many Pods of a T9k job must be there, and what is to be said."""
-    elastic = spec.get("elastic") or {}
+    elastic = _part(spec, "elastic", name, "spec.")
     if not elastic.get("enabled"):
         return _sum(known, spec, name), ()
     if not known.elastic:
@@ -156,9 +167,21 @@ def _group(job: Thing, known: JobKind, number: int, **more: Any) -> PodGroup:
     return PodGroup(name, number, namespace=metadata.get("namespace", ""), owner=owner, **more)
 
 
+def _object(found: object, what: str) -> Mapping[str, Any]:
+    """Return what is an object. A custom resource without a schema may hold anything anywhere."""
+    if not isinstance(found, Mapping):
+        raise PodGroupError(f"{what} is {found!r:.80}, not an object.")
+    return found
+
+
+def _part(thing: Mapping[str, Any], key: str, name: str, where: str = "") -> Mapping[str, Any]:
+    """Return an object within another; an empty one where there is none."""
+    return _object(thing.get(key) or {}, f"{name}: {where}{key}")
+
+
 def _whole(number: object, what: str, least: int) -> int:
     if type(number) is not int or number < least:
-        raise PodGroupError(f"{what} is {number!r}: it must be a whole number of at least {least}.")
+        raise PodGroupError(f"{what} is {number!r:.80}: it must be a whole number of at least {least}.")
     return number
 
 
@@ -169,7 +192,8 @@ def _specs(spec: Mapping[str, Any], name: str) -> Replicas:
         raise PodGroupError(f"{name} has no spec.replicaSpecs: its replicas stand there.")
     found: dict[str, int] = {}
     for at, item in enumerate(listed):
-        number = _whole(item.get("replicas", 1), f"{name}: spec.replicaSpecs[{at}].replicas", 0)
+        where = f"{name}: spec.replicaSpecs[{at}]"
+        number = _whole(_object(item, where).get("replicas", 1), f"{where}.replicas", 0)
         role = str(item.get("type", ""))
         found[role] = found.get(role, 0) + number
     return found
@@ -190,12 +214,12 @@ def _worker_or_specs(spec: Mapping[str, Any], name: str) -> Replicas:
 
 def _flink(spec: Mapping[str, Any], name: str) -> Replicas:
     """BeamJob: the job manager and the task managers of its Flink cluster; the Job that submits comes when they run."""
-    cluster = (spec.get("flinkClusterTemplate") or {}).get("spec")
+    cluster = _part(spec, "flinkClusterTemplate", name, "spec.").get("spec")
     if not isinstance(cluster, Mapping):
         raise PodGroupError(f"{name} has no spec.flinkClusterTemplate.spec: its replicas stand there.")
     found = {}
     for part, key in (("jobmanager", "jobManager"), ("taskmanager", "taskManager")):
-        number = (cluster.get(key) or {}).get("replicas", 1)
+        number = _part(cluster, key, name, "spec.flinkClusterTemplate.spec.").get("replicas", 1)
         found[part] = _whole(number, f"{name}: spec.flinkClusterTemplate.spec.{key}.replicas", 0)
     return found
 
@@ -217,7 +241,8 @@ def _replicated(spec: Mapping[str, Any], name: str) -> Replicas:
     found = {}
     for at, item in enumerate(listed):
         where = f"{name}: spec.replicatedJobs[{at}]"
-        inner = _parallel((item.get("template") or {}).get("spec") or {}, where)[""]
+        template = _part(_object(item, where), "template", where)
+        inner = _parallel(_part(template, "spec", where, "template."), where)[""]
         found[str(item.get("name", ""))] = inner * _whole(item.get("replicas", 1), f"{where}.replicas", 0)
     return found
 

@@ -112,6 +112,62 @@ def test_number_that_is_none_names_its_place() -> None:
         wish(job)
 
 
+def malformed(kind: str, place: str, value: object) -> dict[str, Any]:
+    """A job with something else where an object or a list is to be."""
+    job = t9k.job(kind)
+    *path, last = place.split(".")
+    within = job
+    for key in path:
+        within = within[key]
+    within[last] = value
+    return job
+
+
+@pytest.mark.parametrize(
+    ("kind", "place", "value", "said"),
+    [
+        ("GenericJob", "spec", "abc", "GenericJob job-sample: spec is 'abc', not an object"),
+        ("GenericJob", "metadata", "abc", "GenericJob: metadata is 'abc', not an object"),
+        ("GenericJob", "metadata.name", 5, "the name of a PodGroup is 5, not a text"),
+        ("GenericJob", "metadata.namespace", 5, "the namespace of a PodGroup is 5, not a text"),
+        ("GenericJob", "spec.scheduler", "t9k", "spec.scheduler is 't9k', not an object"),
+        ("GenericJob", "spec.scheduler.t9kScheduler", ["x"], r"spec.scheduler.t9kScheduler is \['x'\], not an object"),
+        ("GenericJob", "spec.scheduler.t9kScheduler.queue", 5, "the queue of a PodGroup is 5, not a text"),
+        ("GenericJob", "spec.replicaSpecs", ["x"], r"spec.replicaSpecs\[0\] is 'x', not an object"),
+        ("GenericJob", "spec.replicaSpecs", [None], r"spec.replicaSpecs\[0\] is None, not an object"),
+        ("PyTorchTrainingJob", "spec.elastic", "yes", "spec.elastic is 'yes', not an object"),
+        ("GenericJob", "spec.elastic", "yes" * 1000, "spec.elastic is .{80}, not an object"),
+        ("BeamJob", "spec.flinkClusterTemplate", "x", "spec.flinkClusterTemplate is 'x', not an object"),
+        ("BeamJob", "spec.flinkClusterTemplate.spec.taskManager", 3, "taskManager is 3, not an object"),
+    ],
+)
+def test_job_of_another_shape_is_told_which_place_of_it_is_wrong(
+    kind: str, place: str, value: object, said: str
+) -> None:
+    with pytest.raises(PodGroupError, match=said):
+        wish(malformed(kind, place, value))
+
+
+@pytest.mark.parametrize("value", ["²", "٣", "9" * 5000, "-1", " 1"], ids=lambda text: text[:5])
+def test_priority_that_is_no_plain_number_is_told(value: str) -> None:
+    with pytest.raises(PodGroupError, match=r"gang-priority is .*, not a whole number"):
+        wish(plain({"resilience.dev/gang": "t9k"}, {"resilience.dev/gang-priority": value}))
+
+
+@pytest.mark.parametrize("item", ["x", None, {"template": "x"}, {"template": {"spec": [1]}}], ids=str)
+def test_job_set_of_another_shape_is_told_so(item: object) -> None:
+    job_set = {"kind": "JobSet", "metadata": {"name": "set", "labels": {"resilience.dev/gang": "t9k"}}}
+    with pytest.raises(PodGroupError, match=r"spec.replicatedJobs\[0\].* is .*, not an object"):
+        wish({**job_set, "spec": {"replicatedJobs": [item]}})
+
+
+@pytest.mark.parametrize(
+    "status", ["x", {"conditions": ["x"]}, {"conditions": 3}, {"conditions": [{"type": ["x"]}]}], ids=str
+)
+def test_status_of_another_shape_does_not_say_that_a_job_is_over(status: object) -> None:
+    assert not finished({"status": status})
+
+
 def test_unknown_kind_names_the_nearest() -> None:
     with pytest.raises(PodGroupError, match="Did you mean 'DeepSpeedJob'"):
         wish({"kind": "DeepspeedJob", "metadata": {"name": "x"}})

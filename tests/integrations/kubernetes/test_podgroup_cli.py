@@ -83,6 +83,7 @@ def test_rendered_job_and_podgroup_fit_together(capsys: pytest.CaptureFixture[st
         ([], "give --name and --min-member"),
         (["--name=g"], "give --name and --min-member"),
         (["--name=g", "--min-member=2", "--role=singer"], "write NAME=N"),
+        (["--name=g", "--min-member=2", "--role=singer=²"], "write NAME=N"),
         (["-f", "/nowhere/job.yaml"], "can't be read"),
         (["--name=g", "--min-member=2", "--scheduler=t9"], "Did you mean 't9k'"),
         (["--job=MPIJbo/x"], "Did you mean 'MPIJob'"),

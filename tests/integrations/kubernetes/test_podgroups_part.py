@@ -274,6 +274,15 @@ def test_job_that_can_not_be_meant_is_told_so_once_and_mended_later(cluster: Mem
     assert cluster.get(T9k.kind, "job-sample", NS)["spec"]["minMember"] == 2
 
 
+def test_job_of_another_shape_gets_an_event_and_is_not_tried_again(cluster: MemoryCluster) -> None:
+    job = t9k.job("GenericJob")
+    job["spec"]["scheduler"] = "t9k"
+    job["status"] = {"conditions": ["x"]}
+    cluster.create(KINDS["GenericJob"].kind, job, NS)  # raises where the part does, and would be told again then
+    (event,) = cluster.events("InvalidPodGroup")
+    assert "spec.scheduler is 't9k', not an object. No PodGroup was made." in event["message"]
+
+
 def test_every_pod_of_a_large_job_is_written_once(cluster: MemoryCluster) -> None:
     job = submit(cluster)
     for number in range(300):
