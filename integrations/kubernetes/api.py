@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from kubernetes.client import ApiClient
 
 EXTRA = "resilience-sdk[kubernetes]"
-MANIFEST_COMMAND = "resilience kubernetes manifests | kubectl apply -f -"
 CALL_S = 10.0
 WATCH_S = 50.0  # the server ends a watch then; one that is silent for longer is dead
 PAGE = 500
@@ -49,7 +48,11 @@ class Unreachable(KubernetesError):  # noqa: N818 - these read as what they are
 
 
 class Forbidden(KubernetesError):  # noqa: N818
-    """A permission is missing; the message names it."""
+    """A permission is missing; the message names it. ``right`` is which, in whatever namespace; empty for other refusals."""
+
+    def __init__(self, message: str, status: int = 0, right: str = "") -> None:
+        super().__init__(message, status)
+        self.right = right
 
 
 class NotFound(KubernetesError):  # noqa: N818
@@ -86,11 +89,12 @@ class Api:
                 config.load_incluster_config(client_configuration=configuration)
             else:
                 config.load_kube_config(kubeconfig, context, client_configuration=configuration)
-        except config.ConfigException as error:
+            return cls(client.ApiClient(configuration))
+        except Exception as error:  # whatever the client makes of a file that is no kubeconfig
+            said = error if isinstance(error, config.ConfigException) else f"the kubeconfig can't be read: {error!r}"
             raise KubernetesError(
-                f"there is no way to a cluster: {error}. Nothing was done. Give --kubeconfig, or run in a pod."
+                f"there is no way to a cluster: {said}. Nothing was done. Give --kubeconfig, or run in a pod."
             ) from error
-        return cls(client.ApiClient(configuration))
 
     def within(self, timeout_s: float) -> Api:
         """Return the same connection with another deadline."""
@@ -272,10 +276,12 @@ def _refusal(
     if status == 403 and " cannot " in said:
         resource = f"{kind.plural}/{subresource}" if subresource else kind.plural
         where = f'in namespace "{namespace}"' if namespace and kind.namespaced else "in the whole cluster"
+        right = f'verb "{verb}", resource "{resource}", API group "{kind.group}"'
         return Forbidden(
-            f'missing permission: verb "{verb}", resource "{resource}", API group "{kind.group}", {where}. The API server says: '
-            f"{said}. Nothing was changed. Apply the shipped role: {MANIFEST_COMMAND}",
+            f"missing permission: {right}, {where}. The API server says: {said}. Nothing was changed. Apply the shipped roles: "
+            f"{_roles_command()}",
             status,
+            right,
         )
     if status == 401:
         return Forbidden(
@@ -286,6 +292,12 @@ def _refusal(
     if status == 429 or status >= 500:
         return Unreachable(text, status)
     return leaves.get(status, KubernetesError)(text, status)
+
+
+def _roles_command() -> str:
+    """Return how the shipped roles are applied, and nothing else: the Deployment that runs is somebody's own by now."""
+    own = namespace_of_pod()
+    return f"resilience kubernetes manifests --only=rbac{f' --namespace={own}' if own else ''} | kubectl apply -f -"
 
 
 def _message(body: bytes) -> str:

@@ -1,6 +1,7 @@
 """Say in the cluster what was done and why: Events, which ``kubectl describe`` and ``kubectl get events`` show.
 
-Rule: an Event is for people. One that can't be written is logged, and never holds up or undoes what it tells of.
+Rule: an Event is for people. One that can't be written is logged, and never holds up or undoes what it tells of. That the right to
+is missing is said once: whoever records an Event logs it too.
 """
 
 from __future__ import annotations
@@ -9,13 +10,14 @@ import hashlib
 import logging
 from datetime import datetime, timezone
 
-from resilience.integrations.kubernetes.api import Api, Conflict, KubernetesError
+from resilience.integrations.kubernetes.api import Api, Conflict, Forbidden, KubernetesError
 from resilience.integrations.kubernetes.parts import Kind, Thing
 
 _LOG = logging.getLogger("resilience.kubernetes")
 EVENTS = Kind("", "v1", "events")
 NORMAL, WARNING = "Normal", "Warning"
 _TEXT = 1000  # the API server takes 1024
+_LACKING: set[str] = set()  # rights that were said to be missing
 
 
 def stamp(at: float) -> str:
@@ -65,4 +67,7 @@ def record(
     except Conflict:
         return
     except KubernetesError as error:
-        _LOG.warning("%s: %s (no Event was recorded: %s)", reason, message, error)
+        right = error.right if isinstance(error, Forbidden) else ""
+        if right not in _LACKING:
+            _LOG.warning("%s: %s (no Event was recorded: %s)", reason, message, error)
+        _LACKING.update(filter(None, [right]))

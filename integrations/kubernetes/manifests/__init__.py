@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 NAMESPACE, IMAGE = "resilience-system", "resilience:latest"
+RBAC = ("ClusterRole", "ClusterRoleBinding", "Role", "RoleBinding")
 _FILE = Path(__file__).with_name("controller.yaml")
 
 
@@ -48,8 +49,13 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--arg", action="append", default=[], metavar="ARGUMENT", help="one more argument of the controller"
     )
+    parser.add_argument(
+        "--only", choices=["rbac"], help="the roles and their bindings: safe to apply where the controller runs already"
+    )
     asked = parser.parse_args(argv)
     documents = manifests(asked.namespace, asked.image, asked.replicas)
+    if asked.only:
+        documents = [document for document in documents if document["kind"] in RBAC]
     for document in documents:
         if document["kind"] == "Deployment":
             document["spec"]["template"]["spec"]["containers"][0]["args"] += asked.arg

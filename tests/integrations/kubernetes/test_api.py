@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
+from resilience.integrations.kubernetes import events
 from resilience.integrations.kubernetes.api import Api, Conflict, Forbidden, NotFound, Unreachable
 from resilience.integrations.kubernetes.manifests import manifests
 from resilience.integrations.kubernetes.parts import ADDED, DELETED, MODIFIED, NODES, PODS, Kind
@@ -107,7 +108,22 @@ def test_missing_permission_is_named(cluster: Cluster, verb: str, group: str, re
     scope = f'in namespace "{where}"' if where else "in the whole cluster"
     assert f'verb "{verb}", resource "{resource}", API group "{group}", {scope}' in said
     assert "nobody-in-particular" in said
-    assert "resilience kubernetes manifests | kubectl apply" in said
+    assert "resilience kubernetes manifests --only=rbac | kubectl apply -f -" in said
+
+
+def test_missing_right_to_record_events_is_said_once_and_other_refusals_each_time(
+    cluster: Cluster, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(events, "_LACKING", set())
+    other = Cluster(cluster.server, f"{cluster.name}-2")
+    for number, namespace in enumerate([cluster.name, cluster.name, other.name]):
+        thing = {"metadata": {"name": f"p{number}", "namespace": namespace}}
+        events.record(Api(cluster.server.client(NOBODY)), thing, "Reason", "text", 0.0)
+    assert caplog.text.count("no Event was recorded") == 1
+    assert 'missing permission: verb "create", resource "events"' in caplog.text
+    for _ in range(2):
+        events.record(cluster.api, {"metadata": {"name": "p", "namespace": "NO SUCH"}}, "Reason", "text", 0.0)
+    assert caplog.text.count("no Event was recorded") == 3
 
 
 def test_token_that_nobody_knows_is_said_to_be_unknown(api_server: ApiServer) -> None:

@@ -15,6 +15,7 @@ import yaml
 from resilience.integrations.kubernetes import controller, health
 from resilience.integrations.kubernetes.api import Api, Conflict
 from resilience.integrations.kubernetes.election import LEASES, Election
+from resilience.integrations.kubernetes.faulty import uncordon
 from resilience.integrations.kubernetes.manifests import main as print_manifests
 from resilience.integrations.kubernetes.manifests import manifests
 from resilience.integrations.kubernetes.parts import NODES, Kind
@@ -215,6 +216,25 @@ def test_manifests_are_printed_for_a_namespace_and_an_image(capsys: pytest.Captu
     assert container["args"][-1] == "--group-threshold=60"
     bound = [subject["namespace"] for it in documents for subject in it.get("subjects", ())]
     assert bound == ["ml", "ml"]
+
+
+def test_roles_alone_can_be_applied_to_a_controller_that_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert print_manifests(["--only=rbac", "--namespace=ml"]) == 0
+    documents = list(yaml.safe_load_all(capsys.readouterr().out))
+    roles = [it for it in manifests("ml") if "rbac.authorization.k8s.io" in it["apiVersion"]]
+    assert documents == roles
+    assert len(roles) == 4
+
+
+@pytest.mark.parametrize("text", ["[", "[]", "hello", "5", "\x00", ""], ids=repr)
+def test_kubeconfig_that_is_none_is_an_error_in_a_sentence(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("kubernetes")
+    config = tmp_path / "config"
+    config.write_text(text)
+    assert uncordon(["node", f"--kubeconfig={config}"]) == 1
+    assert "there is no way to a cluster" in capsys.readouterr().err
 
 
 def test_training_pods_get_no_right_to_change_nodes() -> None:
