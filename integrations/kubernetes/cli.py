@@ -14,7 +14,7 @@ usage: resilience kubernetes job render [--values FILE] [options]
        resilience kubernetes manifests [options]
        resilience kubernetes uncordon NODE …
 
-  job         print a complete training job: Service, PodGroup and Job, ready for `kubectl apply -f -`
+  job         print a complete training job, Service and Job, ready for `kubectl apply -f -`
   podgroup    groups of Pods that start together: print one, apply one, have Pods join it
   controller  watch the cluster, and do for training jobs what they may not do themselves
   manifests   print the controller's Deployment, account and roles

@@ -1,7 +1,7 @@
 """A complete training job: claim, Service, PodGroup and Job, so that ``kubectl apply -f -`` is all that is left.
 
 1) (Service) gives every Pod a name before it is ready, so that the launchers find Pod 0
-2) (PodGroup) has the Pods start together
+2) (PodGroup) has the Pods start together, where a gang scheduler is named: what it asks for exists on no other cluster
 3) (Job) is indexed: Pod N is always node N, and one that is replaced takes its predecessor's place
 
 Rule: what a launcher's exit code means to a scheduler (:mod:`resilience.failover.exits`) is written as ``podFailurePolicy``.

@@ -22,6 +22,7 @@ from resilience.integrations.kubernetes.podgroups.schedulers import SCHEDULERS
 from resilience.errors import ConfigError, nearest
 
 NO_GANG = "none"
+_OF_THE_GANG = ("scheduler_name", "queue", "priority", "controller")
 _NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _QUANTITY = re.compile(r"(\d+(?:\.\d+)?)([EPTGMk]i?|Ki|m|)")
 _SCALE = {"": 1.0, "m": 0.001, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "E": 1e18}
@@ -43,7 +44,7 @@ def _value(default: Any, doc: str) -> Any:
 class JobValues:
     """A training job. ``name``, ``image`` and ``script`` are needed; everything else has a default that runs."""
 
-    name: str = _value("", "of the Job, its Service and its PodGroup")
+    name: str = _value("", "of the Job, and of its Service and its PodGroup where it has them")
     image: str = _value("", "container image with the script, torch and resilience-sdk in it")
     script: tuple[str, ...] = _value((), "the training script and its arguments, as after `resilience run`")
     namespace: str = _value("", "empty: the current one")
@@ -74,7 +75,10 @@ class JobValues:
     checkpoint_size: str = _value("", "make a PersistentVolumeClaim of this size for checkpoints")
     storage_class: str = _value("", "of that claim; empty: the cluster's default")
     checkpoint_path: str = _value("/checkpoints", "where checkpoints are mounted; reports go below it too")
-    gang: str = _value("t9k", "gang scheduler: t9k, coscheduling, volcano; none: Pods are placed one by one")
+    gang: str = _value(
+        NO_GANG,
+        "gang scheduler of the cluster: t9k, coscheduling, volcano; none: Pods are placed one by one, on any cluster",
+    )
     scheduler_name: str = _value("", "its schedulerName, where that is not the usual one")
     queue: str = _value("default", "of the PodGroup")
     priority: int = _value(-1, "of the PodGroup, 0 to 100; -1: the scheduler's default")
@@ -107,6 +111,13 @@ class JobValues:
         if self.gang != NO_GANG and self.gang not in SCHEDULERS:
             known = [*SCHEDULERS, NO_GANG]
             raise ValuesError(f"gang {self.gang!r} is unknown.{nearest(self.gang, known)} Known: {', '.join(known)}.")
+        for item in dataclasses.fields(self):
+            told = getattr(self, item.name)
+            if self.gang == NO_GANG and item.name in _OF_THE_GANG and told != item.default:
+                raise ValuesError(
+                    f"{item.name} is {told!r}, which is for a gang scheduler, and gang is {NO_GANG!r}: give gang, or leave "
+                    f"{item.name} out."
+                )
         if self.accelerator and not self.network_check:
             raise ValuesError(
                 f"accelerator is {self.accelerator!r}, which says what is checked, and network_check is off: switch it on, or "

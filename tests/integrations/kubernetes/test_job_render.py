@@ -40,6 +40,7 @@ FULL: dict[str, Any] = {
     "accelerator": "nvidia",
     "launcher_args": ["--exclude-straggler"],
     "env": {"NCCL_DEBUG": "WARN"},
+    "gang": "t9k",
     "queue": "night",
     "priority": 50,
     "active_deadline": 3600,
@@ -64,7 +65,7 @@ def container(things: dict[str, dict[str, Any]]) -> dict[str, Any]:
 # -- what the API knows -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("values", [LLM, FULL, {**LLM, "nodes": 2, "gang": "none"}, {**FULL, "controller": True}])
+@pytest.mark.parametrize("values", [LLM, FULL, {**LLM, "nodes": 2}, {**FULL, "controller": True}])
 def test_typed_models_of_the_client_know_every_field_that_is_rendered(values: dict[str, Any]) -> None:
     client = pytest.importorskip(
         "kubernetes.client", reason="not here: the package kubernetes. Left out are its typed models"
@@ -84,7 +85,14 @@ def test_objects_come_in_the_order_in_which_they_are_needed() -> None:
         "PodGroup",
         "Job",
     ]
-    assert [thing["kind"] for thing in render(from_mapping(LLM))] == ["PodGroup", "Job"]
+    assert [thing["kind"] for thing in render(from_mapping(LLM))] == ["Job"]
+
+
+def test_job_of_several_nodes_needs_nothing_that_a_plain_cluster_lacks_unless_a_gang_scheduler_is_named() -> None:
+    things = made(nodes=4, gpus_per_node=8)
+    assert {kind: thing["apiVersion"] for kind, thing in things.items()} == {"Service": "v1", "Job": "batch/v1"}
+    assert "schedulerName" not in things["Job"]["spec"]["template"]["spec"]
+    assert set(made(nodes=4, gang="t9k")) == {"Service", "PodGroup", "Job"}
 
 
 def test_every_object_is_in_the_namespace_and_carries_the_jobs_label() -> None:
@@ -114,7 +122,7 @@ def test_job_is_indexed_with_a_pod_for_each_node() -> None:
 
 def test_one_node_needs_no_service_and_no_rendezvous() -> None:
     things = made()
-    assert set(things) == {"PodGroup", "Job"}
+    assert set(things) == {"Job"}
     assert container(things)["command"] == ["resilience", "run"]
     assert not [word for word in container(things)["args"] if word.startswith("--rdzv")]
 
@@ -126,7 +134,7 @@ def test_store_of_its_own_is_used_by_all() -> None:
 
 
 def test_fewer_nodes_may_do_and_the_job_is_then_done_when_pod_0_is() -> None:
-    things = made(nodes=4, min_nodes=2)
+    things = made(nodes=4, min_nodes=2, gang="t9k")
     assert "--nnodes=2:4" in container(things)["args"]
     assert things["PodGroup"]["spec"]["minMember"] == 2
     assert things["Job"]["spec"]["successPolicy"] == {"rules": [{"succeededIndexes": "0"}]}
@@ -160,7 +168,7 @@ def test_pod_has_more_time_to_end_than_its_launcher_takes() -> None:
 
 
 def test_pods_join_the_group_that_is_rendered() -> None:
-    things = made(nodes=2, queue="night", priority=7)
+    things = made(nodes=2, gang="t9k", queue="night", priority=7)
     template = things["Job"]["spec"]["template"]
     assert things["PodGroup"]["spec"] == {"minMember": 2, "queue": "night", "priority": 7}
     assert (
@@ -179,11 +187,12 @@ def test_other_gang_schedulers_do_as_well(gang: str, name: str) -> None:
 def test_controller_makes_the_group_where_there_is_one() -> None:
     from resilience.integrations.kubernetes.podgroups import wish
 
-    things = made(nodes=4, min_nodes=2, queue="night", priority=7, controller=True)
+    values = {"nodes": 4, "min_nodes": 2, "gang": "t9k", "queue": "night", "priority": 7}
+    things = made(**values, controller=True)
     assert "PodGroup" not in things
     wanted = wish(things["Job"])
     assert wanted is not None
-    assert wanted.group == from_mapping({**LLM, "nodes": 4, "min_nodes": 2, "queue": "night", "priority": 7}).group()
+    assert wanted.group == from_mapping({**LLM, **values}).group()
 
 
 def test_pods_get_no_token_of_the_cluster() -> None:
@@ -271,7 +280,11 @@ def test_rules_are_as_the_api_wants_them() -> None:
         ({"script": "train.py"}, "script is 'train.py': it must be a list of words"),
         ({"memory": "8 GB"}, "memory '8 GB' is no quantity"),
         ({"gang": "vulcano"}, "Did you mean 'volcano'"),
-        ({"priority": 200}, "from 0 to 100"),
+        ({"gang": "t9k", "priority": 200}, "from 0 to 100"),
+        ({"priority": 7}, "priority is 7, which is for a gang scheduler, and gang is 'none'"),
+        ({"queue": "night"}, "give gang, or leave queue out"),
+        ({"controller": True}, "give gang, or leave controller out"),
+        ({"scheduler_name": "mine"}, "give gang, or leave scheduler_name out"),
         ({"replicas": 1}, "copies on other nodes"),
         ({"store": "head"}, "write HOST:PORT"),
         ({"checkpoint_claim": "a", "checkpoint_size": "1Gi"}, "give one of them"),
@@ -315,7 +328,7 @@ def test_flags_and_a_values_file_make_the_same_job(tmp_path: Path, capsys: pytes
     by_flags = capsys.readouterr()
     assert by_file.out == by_flags.out
     assert by_file.err == by_flags.err == ""
-    assert [thing["kind"] for thing in yaml.safe_load_all(by_file.out)] == ["Service", "PodGroup", "Job"]
+    assert [thing["kind"] for thing in yaml.safe_load_all(by_file.out)] == ["Service", "Job"]
 
 
 def test_flags_go_before_the_values_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -70,7 +70,8 @@ def test_file_may_be_stdin_and_the_scheduler_another(
 
 
 def test_rendered_job_and_podgroup_fit_together(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert main(["job", "render", "--name=j", "--image=i", "--nodes=3", "--controller", "--", "train.py"]) == 0
+    flags = ["--name=j", "--image=i", "--nodes=3", "--gang=t9k", "--controller"]
+    assert main(["job", "render", *flags, "--", "train.py"]) == 0
     file = tmp_path / "job.yaml"
     file.write_text(capsys.readouterr().out)
     (group,), _ = rendered(capsys, "-f", str(file))

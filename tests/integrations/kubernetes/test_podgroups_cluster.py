@@ -245,7 +245,7 @@ def test_rendered_job_is_accepted_and_its_group_made(admin: Api, space: str, con
     kinds = {"Service": SERVICES, "PersistentVolumeClaim": CLAIMS, "PodGroup": T9k.kind, "Job": JOB.kind}
     made = {
         thing["kind"]: admin.create(kinds[thing["kind"]], thing, space)
-        for thing in render(from_mapping({**values, "controller": True, "checkpoint_size": "1Gi"}))
+        for thing in render(from_mapping({**values, "gang": "t9k", "controller": True, "checkpoint_size": "1Gi"}))
     }
     assert set(made) == {"PersistentVolumeClaim", "Service", "Job"}
     assert made["Service"]["spec"]["clusterIP"] == "None"
