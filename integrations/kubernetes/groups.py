@@ -2,7 +2,7 @@
 
 1) pods of a job tell who is in which group, by the scheduler's labels; that is remembered
 2) a member that failed or is gone is missed until a pod of its seat has a node; ``escalation`` says when that takes too long
-3) the nodes of the group's rack are labelled, so that the job's pods stay away from them (see ``placement``)
+3) the nodes that the group was on, and those of their rack, are labelled for the job's pods to stay away from (see ``placement``)
 4) all pods of the group are evicted together; their owner makes them again, and plain pods are made again here
 5) when every seat has a node, or after an hour, the labels are taken away
 
@@ -154,13 +154,15 @@ class Groups:
         return about
 
     def _old_nodes(self, record: Record, seats: Sequence[str]) -> list[str]:
-        racks = {record.seats[name].rack for name in seats} - {""}
-        found = {record.seats[name].node for name in seats} - {""}
-        for rack in racks:
-            selector = f"{self._options.rack_label}={rack}"
-            kind = Kind("", "v1", "nodes", selector, namespaced=False)
-            found |= {str(node["metadata"]["name"]) for node in self._api.list_all(kind)[0]}
-        return sorted(found)
+        ran_on = {record.seats[name].node for name in seats} - {""}
+        claimed = {record.seats[name].rack for name in seats} - {""}
+        return placement.nodes_left(ran_on, claimed, self._racks() if claimed else {})
+
+    def _racks(self) -> dict[str, str]:
+        """Return the rack of every node that has one, as the node's own label says."""
+        label = self._options.rack_label
+        found = self._api.list_all(Kind("", "v1", "nodes", label, namespaced=False))[0]
+        return {str(node["metadata"]["name"]): str(node["metadata"]["labels"][label]) for node in found}
 
     def _tell(self, record: Record, decision: Decision, about: Sequence[Member], now: float) -> None:
         name = f"{record.namespace}/{record.job}"
@@ -178,8 +180,8 @@ class Groups:
             events.record(self._api, thing, reason, decision.reason, now, key=key)
         if decision.move and owners and not self._options.taint_old_rack:
             pods = self._pods.get(record.key, {})
-            if not all(placement.avoids(pods[it.uid], record.job) for it in about if it.uid in pods):
-                key = placement.avoid_key(record.job)
+            if not all(placement.avoids(pods[it.uid], *record.key) for it in about if it.uid in pods):
+                key = placement.avoid_key(*record.key)
                 _LOG.warning(
                     "job %s: its pods' template does not keep them away from nodes with the label %s, so they may come back to "
                     "the same rack. Add that to the template (see docs/kubernetes-groups.md), or give --taint-old-rack.",
@@ -209,7 +211,7 @@ class Groups:
             return
         try:
             found = self._api.get(NODES, node)
-            meta: dict[str, Any] = {"labels": {placement.avoid_key(record.job): "true"}}
+            meta: dict[str, Any] = {"labels": {placement.avoid_key(*record.key): "true"}}
             change: dict[str, Any] = {"metadata": meta}
             taint = _taint(record)
             taints = found["spec"].get("taints") or []
@@ -226,7 +228,7 @@ class Groups:
         for node in list(record.marked) if names is None else names:
             try:
                 found = self._api.get(NODES, node)
-                meta: dict[str, Any] = {"labels": {placement.avoid_key(record.job): None}}
+                meta: dict[str, Any] = {"labels": {placement.avoid_key(*record.key): None}}
                 change: dict[str, Any] = {"metadata": meta}
                 taints = found["spec"].get("taints") or []
                 left = [
@@ -270,13 +272,11 @@ class Groups:
 
     def _make(self, record: Record, members: Sequence[Member]) -> None:
         """Make plain pods again, where their group is to go."""
-        racks = Kind("", "v1", "nodes", self._options.rack_label, namespaced=False)
-        rack_label = self._options.rack_label if self._api.list_all(racks)[0] else ""
+        rack_label = self._options.rack_label if self._racks() else ""
         for name in list(record.making):
             seat, plain = record.seats.get(name), record.plain.get(name)
             if seat is not None and plain is not None and not any(it.seat == name for it in members):
-                job_label = self._options.job_label
-                made = placement.elsewhere(plain, job_label, record.job, seat.group, rack_label)
+                made = placement.elsewhere(plain, record.namespace, self._options.job_label, seat.group, rack_label)
                 try:
                     self._api.create(PODS, made, record.namespace)
                 except Conflict:  # it is there: we, or somebody, made it before
@@ -285,7 +285,7 @@ class Groups:
 
 
 def _taint(record: Record) -> dict[str, str]:
-    return {"key": placement.MOVED_TAINT, "value": placement.word(record.job), "effect": "NoSchedule"}
+    return {"key": placement.MOVED_TAINT, "value": placement.job_word(*record.key), "effect": "NoSchedule"}
 
 
 def evict(api: Api, namespace: str, name: str, uid: str, grace_s: int | None = None) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from resilience.integrations.kubernetes.api import KubernetesError, NotFound
@@ -15,12 +15,11 @@ from tests.integrations.kubernetes.cluster import Cluster
 from tests.integrations.kubernetes.pods import JOB, ended, owned_by
 from tests.integrations.kubernetes.test_controller import state_of
 
+if TYPE_CHECKING:
+    from tests.real.kubernetes import ApiServer
+
 pytestmark = pytest.mark.spawns
 HARD = "requiredDuringSchedulingIgnoredDuringExecution"
-AVOID = "avoid.resilience.dev/train"
-AWAY: dict[str, Any] = {
-    "nodeAffinity": {HARD: {"nodeSelectorTerms": [{"matchExpressions": [{"key": AVOID, "operator": "DoesNotExist"}]}]}}
-}
 OWNER = owned_by("Job", "train", "11111111-2222-3333-4444-555555555555")
 
 
@@ -64,9 +63,10 @@ def member(cluster: Cluster, number: int, name: str, *, owned: bool, placed: boo
     return str(cluster.pod(name, **more)["metadata"]["uid"])
 
 
-def avoided(cluster: Cluster) -> set[str]:
+def avoided(cluster: Cluster, namespace: str = "") -> set[str]:
+    label = f"avoid.resilience.dev/{namespace or cluster.name}.train"
     nodes = [cluster.get_node(f"{cluster.name}-{number}") for number in range(6)]
-    return {it["metadata"]["name"].rpartition("-")[2] for it in nodes if AVOID in it["metadata"]["labels"]}
+    return {it["metadata"]["name"].rpartition("-")[2] for it in nodes if label in it["metadata"]["labels"]}
 
 
 def leaving(cluster: Cluster) -> set[str]:
@@ -195,7 +195,7 @@ def test_plain_pods_are_made_again_with_affinity_to_one_another_and_not_to_the_o
     for name in ("w0", "w1"):
         made = pods[name]
         assert made["metadata"]["uid"] != before[name]
-        assert avoids(made, "train")
+        assert avoids(made, cluster.name, "train")
         (together,) = made["spec"]["affinity"]["podAffinity"][HARD]
         assert together["topologyKey"] == "scheduling/rack-id"
         assert "nodeName" not in made["spec"]
@@ -301,7 +301,7 @@ def test_taint_keeps_everybody_away_only_where_it_was_asked_for_and_goes_again(c
     hand.tick(1.0)
     hand.tick(301.0)
     taints = cluster.get_node(f"{cluster.name}-0")["spec"]["taints"]
-    assert [(it["key"], it["value"]) for it in taints] == [("resilience.dev/moved-from", "train")]
+    assert [(it["key"], it["value"]) for it in taints] == [("resilience.dev/moved-from", f"{cluster.name}.train")]
     cluster.let_go()
     for name in ("w2", "w3"):
         cluster.gone(name)
@@ -323,3 +323,43 @@ def test_template_that_cant_avoid_the_rack_is_said_and_one_that_can_is_not(
     assert "may come back to the same rack" in caplog.text
     with pytest.raises(NotFound):
         cluster.api.get(PODS, "w1", cluster.name)
+
+
+# -- tenants ----------------------------------------------------------------------------------------------------------
+
+
+def test_pod_that_claims_another_rack_gets_only_the_nodes_marked_that_it_ran_on(cluster: Cluster) -> None:
+    for number in range(6):
+        cluster.node(str(number), rack=f"r{number // 2}")
+    for number in range(2):
+        cluster.pod(f"w{number}", group=0, rack=f"{cluster.name}-r2", node=f"{cluster.name}-{number}")
+    hand = Hand(cluster)
+    hand.tick(0.0)
+    cluster.say("w1", ended(76))
+    hand.tick(10.0)
+    hand.tick(310.0)
+    assert avoided(cluster) == {"0", "1"}
+
+
+def test_job_of_the_same_name_in_another_namespace_does_not_take_the_labels_away(
+    cluster: Cluster, api_server: ApiServer
+) -> None:
+    other = Cluster(api_server, f"{cluster.name}-b")
+    try:
+        two_groups(cluster, owned=True)
+        for number in range(2):
+            about = {"group": 0, "rack": f"{cluster.name}-r0", "node": f"{cluster.name}-{number}"}
+            other.pod(f"w{number}", owner=OWNER, index=number, **about)
+        hands = [Hand(cluster), Hand(other)]
+        for now in (0.0, 10.0, 310.0):
+            for hand in hands:
+                hand.tick(now)
+                hand.cluster.say("w1", ended(76))
+        assert avoided(cluster) == avoided(cluster, other.name) == {"0", "1"}
+        for name in other.pods():
+            other.gone(name)
+        hands[1].tick(9999.0)
+        assert avoided(cluster) == {"0", "1"}
+        assert not avoided(cluster, other.name)
+    finally:
+        other.close()
