@@ -74,7 +74,6 @@ class Controller:
         self._election = election
         self._changes: queue.SimpleQueue[Change] = queue.SimpleQueue()
         self._turned = time.monotonic()
-        self._listed: set[object] = set()
 
     def run(self, stop: threading.Event) -> int:
         """Run until ``stop``, or until this replica may not act any more; return the exit code."""
@@ -84,11 +83,10 @@ class Controller:
                 self._election.start()
                 if not self._wait_to_lead(stop):
                     return 0
-            kinds = self._delivery.kinds()
-            watchers = [Watcher(self._api, kind, self._namespace, self._changes) for kind in kinds]
+            watchers = [Watcher(self._api, kind, self._namespace, self._changes) for kind in self._delivery.kinds()]
             for watcher in watchers:
                 watcher.start()
-            return self._loop(stop, len(kinds))
+            return self._loop(stop)
         finally:
             for watcher in watchers:
                 watcher.stop(0.0 if stop.is_set() else 2.0)
@@ -111,17 +109,17 @@ class Controller:
                 _LOG.info("waiting to lead; another replica may be at work.")
         return True
 
-    def _loop(self, stop: threading.Event, kinds: int) -> int:
+    def _loop(self, stop: threading.Event) -> int:
         due = 0.0
         while not stop.is_set():
             self._turned = time.monotonic()
             if self._election is not None and not self._election.leading():
                 _LOG.error("this replica could not renew its lease and ends, so that no two act. It is started again.")
                 return LOST_LEASE
-            self._take(stop, max(0.0, due - time.monotonic()) if len(self._listed) >= kinds else _TICK_S)
+            self._take(stop, max(0.0, due - time.monotonic()))
             now = time.time()
             self._delivery.again(now)
-            if len(self._listed) >= kinds and time.monotonic() >= due:
+            if time.monotonic() >= due:
                 due = time.monotonic() + _TICK_S
                 self._delivery.tick(now)
         return 0
@@ -138,7 +136,7 @@ class Controller:
                 return
             wait = 0.0
             if change.verb == LISTED:
-                self._listed.add(change.kind)
+                self._delivery.listed(change.kind)
             else:
                 self._delivery.deliver(change, time.time())
 
