@@ -20,11 +20,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from resilience.integrations.kubernetes import events, placement
-from resilience.integrations.kubernetes.api import Api, Conflict, KubernetesError, NotFound
+from resilience.integrations.kubernetes.api import Api, Conflict, KubernetesError, NotFound, Unreachable
 from resilience.integrations.kubernetes.members import Member, member
 from resilience.integrations.kubernetes.memory import Memory, Record
 from resilience.integrations.kubernetes.observing import is_over, observe
 from resilience.integrations.kubernetes.parts import DELETED, NODES, PODS, Kind, Thing
+from resilience.integrations.kubernetes.pauses import Pauses
 
 from resilience.groups import escalation
 from resilience.groups.escalation import Decision, Rules
@@ -48,11 +49,12 @@ class Groups:
         self._options = options
         self._rules = Rules(options.group_threshold, options.max_group_failovers)
         self._kind = Kind("", "v1", "pods", options.pod_selector)
-        self._memory = Memory(api, options.state_namespace)
+        self._memory = Memory(api, options.state_namespace, options.namespace)
         self._loaded = False
         self._records: dict[Key, Record] = {}
         self._pods: dict[Key, dict[str, Thing]] = {}
         self._dirty: set[Key] = set()
+        self._pauses: Pauses[Key] = Pauses()
         self._labelled: set[tuple[Key, str]] = set()
 
     @classmethod
@@ -85,17 +87,30 @@ class Groups:
             self._dirty |= {*self._records, *self._pods}
             self._loaded = True
         busy = {key for key, it in self._records.items() if it.state.incidents or it.doomed or it.making or it.marked}
-        failed: KubernetesError | None = None
         for key in sorted(self._dirty | busy):
+            if not self._pauses.over(key, now):
+                continue
+            error = self._attempt(key, now)
+            if error is None:
+                self._dirty.discard(key)
+                self._pauses.worked(key)
+                continue
+            self._pauses.failed(key, error, now, f"groups could not deal with job {'/'.join(key)}")
+            if isinstance(error, Unreachable) and not error.status:
+                return  # each may take as long as its deadline: the others have their turn next time, while this one pauses
+
+    def _attempt(self, key: Key, now: float) -> Exception | None:
+        try:
             try:
                 self._turn(key, now)
-                self._dirty.discard(key)
-            except Conflict as error:  # somebody else has written what we remember: read it again
-                self._loaded, failed = False, error
-            except KubernetesError as error:
-                failed = error
-        if failed is not None:
-            raise failed
+            except Conflict:  # somebody else may have written what we remember: read it again
+                written = self._memory.again(key)
+                if written is not None:
+                    self._records[key] = written
+                raise
+        except Exception as error:  # noqa: BLE001 - what is wrong with one job is no other's business
+            return error
+        return None
 
     # -- one job ----------------------------------------------------------------------------------------------------
 
