@@ -23,7 +23,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from resilience.integrations.kubernetes import health
 from resilience.integrations.kubernetes.api import Api, namespace_of_pod
@@ -52,7 +52,7 @@ PARTS = {
 @dataclass(frozen=True)
 class Options:
     """What the command line says. ``namespace``: only there, empty for the whole cluster; ``state_namespace``: where the lease and
-    what must be remembered are kept."""
+    what must be remembered are kept; ``leading``: whether this replica may act, cheap enough to be asked before each deed."""
 
     namespace: str = ""
     state_namespace: str = "default"
@@ -62,6 +62,7 @@ class Options:
     max_group_failovers: int = 3
     rack_label: str = "scheduling/rack-id"
     taint_old_rack: bool = False
+    leading: Callable[[], bool] = lambda: True
 
 
 class Controller:
@@ -165,23 +166,14 @@ def main(argv: list[str]) -> int:
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: _end(stop))
-    options = Options(
-        asked.namespace,
-        asked.state_namespace or namespace_of_pod() or "default",
-        asked.pod_selector,
-        asked.job_label,
-        asked.group_threshold,
-        asked.max_group_failovers,
-        asked.rack_label,
-        asked.taint_old_rack,
-    )
     try:
         api = Api.connect(asked.kubeconfig, asked.context)
-        parts = build([name for name in asked.parts.split(",") if name], api, options)
         election = None
         if not asked.no_leader_election:
             me = f"{socket.gethostname()}_{os.getpid()}_{uuid.uuid4().hex[:8]}"
-            election = Election(api, options.state_namespace, asked.lease_name, me, asked.lease_seconds)
+            election = Election(api, _home(asked), asked.lease_name, me, asked.lease_seconds)
+        options = _options(asked, election)
+        parts = build([name for name in asked.parts.split(",") if name], api, options)
         controller = Controller(api, parts, options.namespace, election)
         with health.serving(asked.health, controller.well):
             _LOG.info(
@@ -191,6 +183,24 @@ def main(argv: list[str]) -> int:
     except ResilienceError as error:
         sys.stderr.write(f"resilience kubernetes controller: {error}\n")
         return 2
+
+
+def _home(asked: argparse.Namespace) -> str:
+    return asked.state_namespace or namespace_of_pod() or "default"
+
+
+def _options(asked: argparse.Namespace, election: Election | None) -> Options:
+    options = Options(
+        asked.namespace,
+        _home(asked),
+        asked.pod_selector,
+        asked.job_label,
+        asked.group_threshold,
+        asked.max_group_failovers,
+        asked.rack_label,
+        asked.taint_old_rack,
+    )
+    return options if election is None else replace(options, leading=election.leading)
 
 
 def _end(stop: threading.Event) -> None:

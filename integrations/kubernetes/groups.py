@@ -19,12 +19,12 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from resilience.integrations.kubernetes import events, placement
+from resilience.integrations.kubernetes import events, placement, pods
 from resilience.integrations.kubernetes.api import Api, Conflict, KubernetesError, NotFound, Unreachable
 from resilience.integrations.kubernetes.members import Member, member
 from resilience.integrations.kubernetes.memory import Memory, Record
 from resilience.integrations.kubernetes.observing import is_over, observe
-from resilience.integrations.kubernetes.parts import DELETED, NODES, PODS, Kind, Thing
+from resilience.integrations.kubernetes.parts import DELETED, NODES, Kind, Thing
 from resilience.integrations.kubernetes.pauses import Pauses
 
 from resilience.groups import escalation
@@ -53,6 +53,7 @@ class Groups:
         self._loaded = False
         self._records: dict[Key, Record] = {}
         self._pods: dict[Key, dict[str, Thing]] = {}
+        self._jobs: dict[str, Key] = {}  # by a pod's uid
         self._dirty: set[Key] = set()
         self._pauses: Pauses[Key] = Pauses()
         self._labelled: set[tuple[Key, str]] = set()
@@ -69,16 +70,15 @@ class Groups:
     def changed(self, kind: Kind, verb: str, thing: Thing) -> None:
         """See :class:`Part`."""
         meta = thing["metadata"]
-        job = (meta.get("labels") or {}).get(self._options.job_label)
-        if not job:
-            return
-        key = (str(meta["namespace"]), str(job))
-        pods = self._pods.setdefault(key, {})
-        if verb == DELETED:
-            pods.pop(str(meta["uid"]), None)
-        else:
-            pods[str(meta["uid"])] = thing
-        self._dirty.add(key)
+        uid, job = str(meta["uid"]), (meta.get("labels") or {}).get(self._options.job_label)
+        before = self._jobs.pop(uid, None)
+        if before is not None:  # its job may be another one now
+            self._pods.get(before, {}).pop(uid, None)
+            self._dirty.add(before)
+        if job and verb != DELETED:
+            key = self._jobs[uid] = (str(meta["namespace"]), str(job))
+            self._pods.setdefault(key, {})[uid] = thing
+            self._dirty.add(key)
 
     def tick(self, now: float) -> None:
         """See :class:`Part`. A job that can't be dealt with holds up no other."""
@@ -88,6 +88,8 @@ class Groups:
             self._loaded = True
         busy = {key for key, it in self._records.items() if it.state.incidents or it.doomed or it.making or it.marked}
         for key in sorted(self._dirty | busy):
+            if not self._options.leading():
+                return
             if not self._pauses.over(key, now):
                 continue
             error = self._attempt(key, now)
@@ -112,19 +114,25 @@ class Groups:
             return error
         return None
 
+    def _acting(self) -> Api:
+        """Return the API server for something to be changed there, if this replica still may: a round can outlast the lease."""
+        if not self._options.leading():
+            raise KubernetesError("this replica has lost its lease. It does nothing more; the one that leads goes on.")
+        return self._api
+
     # -- one job ----------------------------------------------------------------------------------------------------
 
     def _turn(self, key: Key, now: float) -> None:
-        pods = self._pods.get(key, {})
-        members = [member(pod) for pod in pods.values()]
-        before = self._records.get(key) or Record(*key)
-        if not before.seats and not before.marked and not any(it.place.known for it in members):
+        known = self._pods.get(key, {})
+        members = [member(pod) for pod in known.values()]
+        before = self._records.get(key)
+        if before is None and not any(it.place.known for it in members):
             return  # no groups here
-        record = observe(before, members, now)
-        record.doomed = {name: uid for name, uid in record.doomed.items() if uid in pods}
-        self._keep_plain(record, members, pods)
+        record = observe(before or Record(*key), members, now)
+        record.doomed = {name: uid for name, uid in record.doomed.items() if uid in known}
+        self._keep_plain(record, members, known)
         if is_over(record, members, now, AVOID_S):
-            self._end(record, not pods)
+            self._end(record, not known)
             return
         if not any(it.filled or it.waits for it in members):
             record.state = escalation.paused(record.state, now)  # a job that has ended waits for nobody
@@ -135,14 +143,19 @@ class Groups:
         self._records[key] = record
         for decision, about in told:
             self._tell(record, decision, about, now)
-        self._carry_on(record, members, now)
+        try:
+            self._carry_on(record, members, now)
+        except pods.NamespaceGone as error:
+            _LOG.warning("job %s: %s Its groups are not looked after any more.", "/".join(key), error)
+            self._end(record, not known)
+            return
         self._memory.save(record)
 
-    def _keep_plain(self, record: Record, members: Sequence[Member], pods: dict[str, Thing]) -> None:
-        """Keep what is needed to make the pods again that nobody else would."""
-        for it in members:
-            if it.owner is None and it.seat in record.seats and it.seat not in record.plain:
-                record.plain[it.seat] = placement.manifest(pods[it.uid])
+    def _keep_plain(self, record: Record, members: Sequence[Member], known: dict[str, Thing]) -> None:
+        """Keep what is needed to make the pods again that nobody else would: the newest of each seat counts."""
+        for it in sorted(members, key=lambda it: (it.created, it.uid)):
+            if it.owner is None and it.seat in record.seats:
+                record.plain[it.seat] = placement.manifest(known[it.uid])
 
     def _end(self, record: Record, gone: bool) -> None:
         self._unmark(record)
@@ -194,8 +207,8 @@ class Groups:
             thing = {"apiVersion": "v1", "kind": "Pod", "metadata": meta}
             events.record(self._api, thing, reason, decision.reason, now, key=key)
         if decision.move and owners and not self._options.taint_old_rack:
-            pods = self._pods.get(record.key, {})
-            if not all(placement.avoids(pods[it.uid], *record.key) for it in about if it.uid in pods):
+            known = self._pods.get(record.key, {})
+            if not all(placement.avoids(known[it.uid], *record.key) for it in about if it.uid in known):
                 key = placement.avoid_key(*record.key)
                 _LOG.warning(
                     "job %s: its pods' template does not keep them away from nodes with the label %s, so they may come back to "
@@ -233,7 +246,7 @@ class Groups:
             if self._options.taint_old_rack and taint not in taints:
                 meta["resourceVersion"] = found["metadata"]["resourceVersion"]
                 change["spec"] = {"taints": [*taints, taint]}
-            self._api.patch(NODES, node, change)
+            self._acting().patch(NODES, node, change)
         except NotFound:
             record.marked.pop(node, None)
         self._labelled.add((record.key, node))
@@ -254,7 +267,7 @@ class Groups:
                 if left != taints:
                     meta["resourceVersion"] = found["metadata"]["resourceVersion"]
                     change["spec"] = {"taints": left or None}
-                self._api.patch(NODES, node, change)
+                self._acting().patch(NODES, node, change)
             except NotFound:
                 pass
             record.marked.pop(node, None)
@@ -273,7 +286,7 @@ class Groups:
                 "pod %s/%s can't end, its node %s does not answer: it is removed.", record.namespace, it.name, it.node
             )
         try:
-            evict(self._api, record.namespace, it.name, it.uid, grace)
+            pods.evict(self._acting(), record.namespace, it.name, it.uid, grace)
         except (NotFound, Conflict):
             return  # it is gone already, or another one has its name
 
@@ -292,32 +305,10 @@ class Groups:
             seat, plain = record.seats.get(name), record.plain.get(name)
             if seat is not None and plain is not None and not any(it.seat == name for it in members):
                 made = placement.elsewhere(plain, record.namespace, self._options.job_label, seat.group, rack_label)
-                try:
-                    self._api.create(PODS, made, record.namespace)
-                except Conflict:  # it is there: we, or somebody, made it before
+                if not pods.make(self._acting(), made, record.namespace):  # we, or somebody, made it before
                     _LOG.info("pod %s/%s is there already.", record.namespace, made["metadata"]["name"])
             record.making.remove(name)
 
 
 def _taint(record: Record) -> dict[str, str]:
     return {"key": placement.MOVED_TAINT, "value": placement.job_word(*record.key), "effect": "NoSchedule"}
-
-
-def evict(api: Api, namespace: str, name: str, uid: str, grace_s: int | None = None) -> None:
-    """Evict one pod, and not another of its name. Servers before 1.22 know the older form only."""
-    options: dict[str, Any] = {"preconditions": {"uid": uid}}
-    if grace_s is not None:
-        options["gracePeriodSeconds"] = grace_s
-    for version in ("policy/v1", "policy/v1beta1"):
-        body = {
-            "apiVersion": version,
-            "kind": "Eviction",
-            "metadata": {"name": name, "namespace": namespace},
-            "deleteOptions": options,
-        }
-        try:
-            api.create(PODS, body, namespace, name=name, subresource="eviction")
-            return
-        except KubernetesError as error:
-            if version == "policy/v1beta1" or error.status not in (400, 404, 422) or "Eviction" not in str(error):
-                raise

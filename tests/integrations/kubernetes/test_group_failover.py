@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from resilience.integrations.kubernetes.api import NotFound
@@ -15,9 +14,6 @@ from resilience.integrations.kubernetes.placement import avoids
 from tests.integrations.kubernetes.cluster import Cluster
 from tests.integrations.kubernetes.pods import JOB, ended, owned_by
 from tests.integrations.kubernetes.test_controller import state_of
-
-if TYPE_CHECKING:
-    from tests.real.kubernetes import ApiServer
 
 pytestmark = pytest.mark.spawns
 HARD = "requiredDuringSchedulingIgnoredDuringExecution"
@@ -324,104 +320,3 @@ def test_template_that_cant_avoid_the_rack_is_said_and_one_that_can_is_not(
     assert "may come back to the same rack" in caplog.text
     with pytest.raises(NotFound):
         cluster.api.get(PODS, "w1", cluster.name)
-
-
-# -- tenants ----------------------------------------------------------------------------------------------------------
-
-
-def test_pod_that_claims_another_rack_gets_only_the_nodes_marked_that_it_ran_on(cluster: Cluster) -> None:
-    for number in range(6):
-        cluster.node(str(number), rack=f"r{number // 2}")
-    for number in range(2):
-        cluster.pod(f"w{number}", group=0, rack=f"{cluster.name}-r2", node=f"{cluster.name}-{number}")
-    hand = Hand(cluster)
-    hand.tick(0.0)
-    cluster.say("w1", ended(76))
-    hand.tick(10.0)
-    hand.tick(310.0)
-    assert avoided(cluster) == {"0", "1"}
-
-
-def test_job_of_the_same_name_in_another_namespace_does_not_take_the_labels_away(
-    cluster: Cluster, api_server: ApiServer
-) -> None:
-    other = Cluster(api_server, f"{cluster.name}-b")
-    try:
-        two_groups(cluster, owned=True)
-        for number in range(2):
-            about: dict[str, Any] = {"group": 0, "rack": f"{cluster.name}-r0", "node": f"{cluster.name}-{number}"}
-            other.pod(f"w{number}", owner=OWNER, index=number, **about)
-        hands = [Hand(cluster), Hand(other)]
-        for now in (0.0, 10.0, 310.0):
-            for hand in hands:
-                hand.tick(now)
-                hand.cluster.say("w1", ended(76))
-        assert avoided(cluster) == avoided(cluster, other.name) == {"0", "1"}
-        for name in other.pods():
-            other.gone(name)
-        hands[1].tick(9999.0)
-        assert avoided(cluster) == {"0", "1"}
-        assert not avoided(cluster, other.name)
-    finally:
-        other.close()
-
-
-# -- what is remembered -----------------------------------------------------------------------------------------------
-
-MAPS = Kind("", "v1", "configmaps")
-
-
-def test_record_that_somebody_deleted_is_written_again(cluster: Cluster) -> None:
-    two_groups(cluster, owned=True)
-    hand = Hand(cluster)
-    hand.tick(0.0)
-    (found,) = state_of(cluster)
-    cluster.api.delete(MAPS, found["metadata"]["name"], cluster.name)
-    cluster.gone("w1")
-    hand.tick(10.0)
-    assert len(state_of(cluster)) == 1
-    hand.restart()
-    hand.tick(310.0)
-    assert leaving(cluster) == {"w0"}, "the clock that was written again is heeded"
-
-
-def test_record_that_another_replica_has_just_made_is_taken_over_and_not_deleted(cluster: Cluster) -> None:
-    two_groups(cluster, owned=True)
-    late, quick = Hand(cluster), Hand(cluster)
-    late.part.tick(0.0)  # it has seen that there is nothing yet
-    quick.tick(0.0)
-    cluster.gone("w1")
-    quick.tick(10.0)
-    (before,) = state_of(cluster)
-    late.tick(20.0)
-    (after,) = state_of(cluster)
-    assert after["metadata"]["uid"] == before["metadata"]["uid"]
-    late.tick(310.0)
-    assert leaving(cluster) == {"w0"}, "its clock is that of the other"
-
-
-def test_record_that_cant_be_read_is_written_over(cluster: Cluster) -> None:
-    two_groups(cluster, owned=True)
-    hand = Hand(cluster)
-    hand.tick(0.0)
-    (found,) = state_of(cluster)
-    cluster.api.patch(MAPS, found["metadata"]["name"], {"data": {"record": "AAAA"}}, cluster.name)
-    hand.restart()
-    for now in (1.0, 2.0):
-        hand.tick(now)
-    (after,) = state_of(cluster)
-    assert after["data"] == found["data"]
-
-
-def test_records_of_another_namespace_in_the_same_place_are_left_alone(cluster: Cluster, api_server: ApiServer) -> None:
-    other = Cluster(api_server, f"{cluster.name}-b")
-    try:
-        two_groups(cluster, owned=True)
-        Hand(cluster).tick(0.0)
-        stranger = Hand(other)
-        stranger.options = dataclasses.replace(stranger.options, state_namespace=cluster.name)
-        stranger.restart()
-        stranger.tick(1.0)
-        assert len(state_of(cluster)) == 1
-    finally:
-        other.close()
