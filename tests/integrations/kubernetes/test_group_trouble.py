@@ -201,11 +201,13 @@ def test_job_whose_namespace_ends_is_given_up_and_its_rack_given_back(cluster: C
         moving_plain(other, hand)
         assert avoided(other) == {"0", "1"}
         other.api.delete(NAMESPACES, other.name)
+        for name in other.pods():  # as Kubernetes does
+            other.api.delete(PODS, name, other.name)
         hand.tick(312.0)
         assert not avoided(other)
-        for name in other.pods():
-            other.gone(name)
         hand.tick(313.0)
+        assert other.let_go() == ["w2", "w3"]
+        hand.tick(314.0)
         assert not state_of(cluster)
     finally:
         other.close()
