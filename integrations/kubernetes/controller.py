@@ -23,7 +23,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from resilience.integrations.kubernetes import health
 from resilience.integrations.kubernetes.api import Api, namespace_of_pod
@@ -52,7 +52,7 @@ PARTS = {
 @dataclass(frozen=True)
 class Options:
     """What the command line says. ``namespace``: only there, empty for the whole cluster; ``state_namespace``: where the lease and
-    what must be remembered are kept."""
+    what must be remembered are kept; ``leading``: whether this replica may act, cheap enough to be asked before each deed."""
 
     namespace: str = ""
     state_namespace: str = "default"
@@ -62,6 +62,7 @@ class Options:
     max_group_failovers: int = 3
     rack_label: str = "scheduling/rack-id"
     taint_old_rack: bool = False
+    leading: Callable[[], bool] = lambda: True
 
 
 class Controller:
@@ -74,7 +75,6 @@ class Controller:
         self._election = election
         self._changes: queue.SimpleQueue[Change] = queue.SimpleQueue()
         self._turned = time.monotonic()
-        self._listed: set[object] = set()
 
     def run(self, stop: threading.Event) -> int:
         """Run until ``stop``, or until this replica may not act any more; return the exit code."""
@@ -84,11 +84,10 @@ class Controller:
                 self._election.start()
                 if not self._wait_to_lead(stop):
                     return 0
-            kinds = self._delivery.kinds()
-            watchers = [Watcher(self._api, kind, self._namespace, self._changes) for kind in kinds]
+            watchers = [Watcher(self._api, kind, self._namespace, self._changes) for kind in self._delivery.kinds()]
             for watcher in watchers:
                 watcher.start()
-            return self._loop(stop, len(kinds))
+            return self._loop(stop)
         finally:
             for watcher in watchers:
                 watcher.stop(0.0 if stop.is_set() else 2.0)
@@ -111,17 +110,17 @@ class Controller:
                 _LOG.info("waiting to lead; another replica may be at work.")
         return True
 
-    def _loop(self, stop: threading.Event, kinds: int) -> int:
+    def _loop(self, stop: threading.Event) -> int:
         due = 0.0
         while not stop.is_set():
             self._turned = time.monotonic()
             if self._election is not None and not self._election.leading():
                 _LOG.error("this replica could not renew its lease and ends, so that no two act. It is started again.")
                 return LOST_LEASE
-            self._take(stop, max(0.0, due - time.monotonic()) if len(self._listed) >= kinds else _TICK_S)
+            self._take(stop, max(0.0, due - time.monotonic()))
             now = time.time()
             self._delivery.again(now)
-            if len(self._listed) >= kinds and time.monotonic() >= due:
+            if time.monotonic() >= due:
                 due = time.monotonic() + _TICK_S
                 self._delivery.tick(now)
         return 0
@@ -138,7 +137,7 @@ class Controller:
                 return
             wait = 0.0
             if change.verb == LISTED:
-                self._listed.add(change.kind)
+                self._delivery.listed(change.kind)
             else:
                 self._delivery.deliver(change, time.time())
 
@@ -167,23 +166,14 @@ def main(argv: list[str]) -> int:
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: _end(stop))
-    options = Options(
-        asked.namespace,
-        asked.state_namespace or namespace_of_pod() or "default",
-        asked.pod_selector,
-        asked.job_label,
-        asked.group_threshold,
-        asked.max_group_failovers,
-        asked.rack_label,
-        asked.taint_old_rack,
-    )
     try:
         api = Api.connect(asked.kubeconfig, asked.context)
-        parts = build([name for name in asked.parts.split(",") if name], api, options)
         election = None
         if not asked.no_leader_election:
             me = f"{socket.gethostname()}_{os.getpid()}_{uuid.uuid4().hex[:8]}"
-            election = Election(api, options.state_namespace, asked.lease_name, me, asked.lease_seconds)
+            election = Election(api, _home(asked), asked.lease_name, me, asked.lease_seconds)
+        options = _options(asked, election)
+        parts = build([name for name in asked.parts.split(",") if name], api, options)
         controller = Controller(api, parts, options.namespace, election)
         with health.serving(asked.health, controller.well):
             _LOG.info(
@@ -193,6 +183,24 @@ def main(argv: list[str]) -> int:
     except ResilienceError as error:
         sys.stderr.write(f"resilience kubernetes controller: {error}\n")
         return 2
+
+
+def _home(asked: argparse.Namespace) -> str:
+    return asked.state_namespace or namespace_of_pod() or "default"
+
+
+def _options(asked: argparse.Namespace, election: Election | None) -> Options:
+    options = Options(
+        asked.namespace,
+        _home(asked),
+        asked.pod_selector,
+        asked.job_label,
+        asked.group_threshold,
+        asked.max_group_failovers,
+        asked.rack_label,
+        asked.taint_old_rack,
+    )
+    return options if election is None else replace(options, leading=election.leading)
 
 
 def _end(stop: threading.Event) -> None:

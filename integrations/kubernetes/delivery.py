@@ -7,24 +7,14 @@ Hazard: a part that takes long holds up all others: every call of theirs has a d
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
-from resilience.integrations.kubernetes.api import Conflict, Forbidden, KubernetesError, Unreachable
+from resilience.integrations.kubernetes.api import Unreachable
 from resilience.integrations.kubernetes.parts import Kind, Part
+from resilience.integrations.kubernetes.pauses import Failure, Pauses
 from resilience.integrations.kubernetes.watching import Change
 
-_LOG = logging.getLogger("resilience.kubernetes")
-_PAUSES_S = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
-
-
-@dataclass
-class _Owed:
-    change: Change
-    failures: int
-    due: float
-    said: str = ""
+_Key = tuple[str, Kind, str]
 
 
 class Delivery:
@@ -32,8 +22,9 @@ class Delivery:
 
     def __init__(self, parts: Sequence[Part]) -> None:
         self._parts = [(part, frozenset(part.kinds())) for part in parts]
-        self._owed: dict[tuple[str, Kind, str], _Owed] = {}
-        self._ticks: dict[str, _Owed] = {}
+        self._owed: dict[_Key, tuple[Change, Failure]] = {}
+        self._listed: set[Kind] = set()
+        self._ticks: Pauses[str] = Pauses()
 
     def kinds(self) -> list[Kind]:
         """Return what is to be watched, each once."""
@@ -44,48 +35,43 @@ class Delivery:
         for part, kinds in self._parts:
             if change.kind in kinds:
                 key = (part.name, change.kind, str(change.thing["metadata"]["uid"]))
-                before = self._owed.pop(key, None)
-                self._try(
-                    part, key, _Owed(change, before.failures if before else 0, now, before.said if before else ""), now
-                )
+                _, before = self._owed.pop(key, (change, Failure()))
+                self._try(part, key, change, before, now)
+
+    def listed(self, kind: Kind) -> None:
+        """Everything of a kind that is there has been told."""
+        self._listed.add(kind)
 
     def again(self, now: float) -> None:
         """Try what is due once more; while the server is away, only one thing at a time: each may take as long as its deadline."""
         by_name = {part.name: part for part, _ in self._parts}
-        for key, owed in sorted(
-            ((key, it) for key, it in self._owed.items() if it.due <= now), key=lambda it: it[1].due
-        ):
+        due = [(key, *it) for key, it in self._owed.items() if it[1].due <= now]
+        for key, change, before in sorted(due, key=lambda it: it[2].due):
             del self._owed[key]
-            if isinstance(self._try(by_name[key[0]], key, owed, now), Unreachable):
+            if isinstance(self._try(by_name[key[0]], key, change, before, now), Unreachable):
                 return
 
     def tick(self, now: float) -> None:
-        """Tell every part that time has passed."""
-        for part, _ in self._parts:
-            owed = self._ticks.get(part.name)
-            if owed is not None and owed.due > now:
+        """Tell every part that time has passed, once all that it asked for has been listed. What others lack holds up none."""
+        for part, kinds in self._parts:
+            if not kinds <= self._listed or not self._ticks.over(part.name, now):
                 continue
             error = _attempt(lambda part=part: part.tick(now))  # type: ignore[misc]
             if error is None:
-                self._ticks.pop(part.name, None)
-                continue
-            failures = owed.failures if owed else 0
-            said = _say(part.name, "its round", error, owed.said if owed else "")
-            change = Change(Kind("", "", ""), "", {})
-            self._ticks[part.name] = _Owed(change, failures + 1, now + _pause(failures), said)
+                self._ticks.worked(part.name)
+            else:
+                self._ticks.failed(part.name, error, now, f"{part.name} could not deal with its round")
 
     def owes(self) -> int:
         """Return how much could not be done yet."""
         return len(self._owed) + len(self._ticks)
 
-    def _try(self, part: Part, key: tuple[str, Kind, str], owed: _Owed, now: float) -> Exception | None:
-        change = owed.change
+    def _try(self, part: Part, key: _Key, change: Change, before: Failure, now: float) -> Exception | None:
         error = _attempt(lambda: part.changed(change.kind, change.verb, change.thing))
         if error is not None:
             meta = change.thing["metadata"]
-            what = f"{change.kind.plural} {meta.get('namespace', '')}/{meta['name']}"
-            said = _say(part.name, what, error, owed.said)
-            self._owed[key] = _Owed(change, owed.failures + 1, now + _pause(owed.failures), said)
+            what = f"{part.name} could not deal with {change.kind.plural} {meta.get('namespace', '')}/{meta['name']}"
+            self._owed[key] = (change, before.again(error, now, what))
         return error
 
 
@@ -95,19 +81,3 @@ def _attempt(act: Callable[[], None]) -> Exception | None:
     except Exception as error:  # noqa: BLE001 - a part may be somebody's plugin: the others go on
         return error
     return None
-
-
-def _pause(failures: int) -> float:
-    return _PAUSES_S[min(failures, len(_PAUSES_S) - 1)]
-
-
-def _say(part: str, what: str, error: Exception, said: str) -> str:
-    """Log a failure once for each text; somebody else's change that came in between is nothing to speak of."""
-    text = f"{type(error).__name__}: {error}"
-    if text != said and not isinstance(error, Conflict):
-        loud = (
-            logging.ERROR if isinstance(error, Forbidden) or not isinstance(error, KubernetesError) else logging.WARNING
-        )
-        trace = None if isinstance(error, KubernetesError) else error
-        _LOG.log(loud, "%s could not deal with %s, it will be tried again: %s", part, what, error, exc_info=trace)
-    return text

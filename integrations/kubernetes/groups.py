@@ -2,7 +2,7 @@
 
 1) pods of a job tell who is in which group, by the scheduler's labels; that is remembered
 2) a member that failed or is gone is missed until a pod of its seat has a node; ``escalation`` says when that takes too long
-3) the nodes of the group's rack are labelled, so that the job's pods stay away from them (see ``placement``)
+3) the nodes that the group was on, and those of their rack, are labelled for the job's pods to stay away from (see ``placement``)
 4) all pods of the group are evicted together; their owner makes them again, and plain pods are made again here
 5) when every seat has a node, or after an hour, the labels are taken away
 
@@ -19,12 +19,13 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from resilience.integrations.kubernetes import events, placement
-from resilience.integrations.kubernetes.api import Api, Conflict, KubernetesError, NotFound
+from resilience.integrations.kubernetes import events, placement, pods
+from resilience.integrations.kubernetes.api import Api, Conflict, KubernetesError, NotFound, Unreachable
 from resilience.integrations.kubernetes.members import Member, member
 from resilience.integrations.kubernetes.memory import Memory, Record
 from resilience.integrations.kubernetes.observing import is_over, observe
-from resilience.integrations.kubernetes.parts import DELETED, NODES, PODS, Kind, Thing
+from resilience.integrations.kubernetes.parts import DELETED, NODES, Kind, Thing
+from resilience.integrations.kubernetes.pauses import Pauses
 
 from resilience.groups import escalation
 from resilience.groups.escalation import Decision, Rules
@@ -48,11 +49,13 @@ class Groups:
         self._options = options
         self._rules = Rules(options.group_threshold, options.max_group_failovers)
         self._kind = Kind("", "v1", "pods", options.pod_selector)
-        self._memory = Memory(api, options.state_namespace)
+        self._memory = Memory(api, options.state_namespace, options.namespace)
         self._loaded = False
         self._records: dict[Key, Record] = {}
         self._pods: dict[Key, dict[str, Thing]] = {}
+        self._jobs: dict[str, Key] = {}  # by a pod's uid
         self._dirty: set[Key] = set()
+        self._pauses: Pauses[Key] = Pauses()
         self._labelled: set[tuple[Key, str]] = set()
 
     @classmethod
@@ -67,16 +70,15 @@ class Groups:
     def changed(self, kind: Kind, verb: str, thing: Thing) -> None:
         """See :class:`Part`."""
         meta = thing["metadata"]
-        job = (meta.get("labels") or {}).get(self._options.job_label)
-        if not job:
-            return
-        key = (str(meta["namespace"]), str(job))
-        pods = self._pods.setdefault(key, {})
-        if verb == DELETED:
-            pods.pop(str(meta["uid"]), None)
-        else:
-            pods[str(meta["uid"])] = thing
-        self._dirty.add(key)
+        uid, job = str(meta["uid"]), (meta.get("labels") or {}).get(self._options.job_label)
+        before = self._jobs.pop(uid, None)
+        if before is not None:  # its job may be another one now
+            self._pods.get(before, {}).pop(uid, None)
+            self._dirty.add(before)
+        if job and verb != DELETED:
+            key = self._jobs[uid] = (str(meta["namespace"]), str(job))
+            self._pods.setdefault(key, {})[uid] = thing
+            self._dirty.add(key)
 
     def tick(self, now: float) -> None:
         """See :class:`Part`. A job that can't be dealt with holds up no other."""
@@ -85,31 +87,52 @@ class Groups:
             self._dirty |= {*self._records, *self._pods}
             self._loaded = True
         busy = {key for key, it in self._records.items() if it.state.incidents or it.doomed or it.making or it.marked}
-        failed: KubernetesError | None = None
         for key in sorted(self._dirty | busy):
+            if not self._options.leading():
+                return
+            if not self._pauses.over(key, now):
+                continue
+            error = self._attempt(key, now)
+            if error is None:
+                self._dirty.discard(key)
+                self._pauses.worked(key)
+                continue
+            self._pauses.failed(key, error, now, f"groups could not deal with job {'/'.join(key)}")
+            if isinstance(error, Unreachable) and not error.status:
+                return  # each may take as long as its deadline: the others have their turn next time, while this one pauses
+
+    def _attempt(self, key: Key, now: float) -> Exception | None:
+        try:
             try:
                 self._turn(key, now)
-                self._dirty.discard(key)
-            except Conflict as error:  # somebody else has written what we remember: read it again
-                self._loaded, failed = False, error
-            except KubernetesError as error:
-                failed = error
-        if failed is not None:
-            raise failed
+            except Conflict:  # somebody else may have written what we remember: read it again
+                written = self._memory.again(key)
+                if written is not None:
+                    self._records[key] = written
+                raise
+        except Exception as error:  # noqa: BLE001 - what is wrong with one job is no other's business
+            return error
+        return None
+
+    def _acting(self) -> Api:
+        """Return the API server for something to be changed there, if this replica still may: a round can outlast the lease."""
+        if not self._options.leading():
+            raise KubernetesError("this replica has lost its lease. It does nothing more; the one that leads goes on.")
+        return self._api
 
     # -- one job ----------------------------------------------------------------------------------------------------
 
     def _turn(self, key: Key, now: float) -> None:
-        pods = self._pods.get(key, {})
-        members = [member(pod) for pod in pods.values()]
-        before = self._records.get(key) or Record(*key)
-        if not before.seats and not before.marked and not any(it.place.known for it in members):
+        known = self._pods.get(key, {})
+        members = [member(pod) for pod in known.values()]
+        before = self._records.get(key)
+        if before is None and not any(it.place.known for it in members):
             return  # no groups here
-        record = observe(before, members, now)
-        record.doomed = {name: uid for name, uid in record.doomed.items() if uid in pods}
-        self._keep_plain(record, members, pods)
+        record = observe(before or Record(*key), members, now)
+        record.doomed = {name: uid for name, uid in record.doomed.items() if uid in known}
+        self._keep_plain(record, members, known)
         if is_over(record, members, now, AVOID_S):
-            self._end(record, not pods)
+            self._end(record, not known)
             return
         if not any(it.filled or it.waits for it in members):
             record.state = escalation.paused(record.state, now)  # a job that has ended waits for nobody
@@ -120,14 +143,19 @@ class Groups:
         self._records[key] = record
         for decision, about in told:
             self._tell(record, decision, about, now)
-        self._carry_on(record, members, now)
+        try:
+            self._carry_on(record, members, now)
+        except pods.NamespaceGone as error:
+            _LOG.warning("job %s: %s Its groups are not looked after any more.", "/".join(key), error)
+            self._end(record, not known)
+            return
         self._memory.save(record)
 
-    def _keep_plain(self, record: Record, members: Sequence[Member], pods: dict[str, Thing]) -> None:
-        """Keep what is needed to make the pods again that nobody else would."""
-        for it in members:
-            if it.owner is None and it.seat in record.seats and it.seat not in record.plain:
-                record.plain[it.seat] = placement.manifest(pods[it.uid])
+    def _keep_plain(self, record: Record, members: Sequence[Member], known: dict[str, Thing]) -> None:
+        """Keep what is needed to make the pods again that nobody else would: the newest of each seat counts."""
+        for it in sorted(members, key=lambda it: (it.created, it.uid)):
+            if it.owner is None and it.seat in record.seats:
+                record.plain[it.seat] = placement.manifest(known[it.uid])
 
     def _end(self, record: Record, gone: bool) -> None:
         self._unmark(record)
@@ -154,13 +182,15 @@ class Groups:
         return about
 
     def _old_nodes(self, record: Record, seats: Sequence[str]) -> list[str]:
-        racks = {record.seats[name].rack for name in seats} - {""}
-        found = {record.seats[name].node for name in seats} - {""}
-        for rack in racks:
-            selector = f"{self._options.rack_label}={rack}"
-            kind = Kind("", "v1", "nodes", selector, namespaced=False)
-            found |= {str(node["metadata"]["name"]) for node in self._api.list_all(kind)[0]}
-        return sorted(found)
+        ran_on = {record.seats[name].node for name in seats} - {""}
+        claimed = {record.seats[name].rack for name in seats} - {""}
+        return placement.nodes_left(ran_on, claimed, self._racks() if claimed else {})
+
+    def _racks(self) -> dict[str, str]:
+        """Return the rack of every node that has one, as the node's own label says."""
+        label = self._options.rack_label
+        found = self._api.list_all(Kind("", "v1", "nodes", label, namespaced=False))[0]
+        return {str(node["metadata"]["name"]): str(node["metadata"]["labels"][label]) for node in found}
 
     def _tell(self, record: Record, decision: Decision, about: Sequence[Member], now: float) -> None:
         name = f"{record.namespace}/{record.job}"
@@ -177,9 +207,9 @@ class Groups:
             thing = {"apiVersion": "v1", "kind": "Pod", "metadata": meta}
             events.record(self._api, thing, reason, decision.reason, now, key=key)
         if decision.move and owners and not self._options.taint_old_rack:
-            pods = self._pods.get(record.key, {})
-            if not all(placement.avoids(pods[it.uid], record.job) for it in about if it.uid in pods):
-                key = placement.avoid_key(record.job)
+            known = self._pods.get(record.key, {})
+            if not all(placement.avoids(known[it.uid], *record.key) for it in about if it.uid in known):
+                key = placement.avoid_key(*record.key)
                 _LOG.warning(
                     "job %s: its pods' template does not keep them away from nodes with the label %s, so they may come back to "
                     "the same rack. Add that to the template (see docs/kubernetes-groups.md), or give --taint-old-rack.",
@@ -209,14 +239,14 @@ class Groups:
             return
         try:
             found = self._api.get(NODES, node)
-            meta: dict[str, Any] = {"labels": {placement.avoid_key(record.job): "true"}}
+            meta: dict[str, Any] = {"labels": {placement.avoid_key(*record.key): "true"}}
             change: dict[str, Any] = {"metadata": meta}
             taint = _taint(record)
             taints = found["spec"].get("taints") or []
             if self._options.taint_old_rack and taint not in taints:
                 meta["resourceVersion"] = found["metadata"]["resourceVersion"]
                 change["spec"] = {"taints": [*taints, taint]}
-            self._api.patch(NODES, node, change)
+            self._acting().patch(NODES, node, change)
         except NotFound:
             record.marked.pop(node, None)
         self._labelled.add((record.key, node))
@@ -226,7 +256,7 @@ class Groups:
         for node in list(record.marked) if names is None else names:
             try:
                 found = self._api.get(NODES, node)
-                meta: dict[str, Any] = {"labels": {placement.avoid_key(record.job): None}}
+                meta: dict[str, Any] = {"labels": {placement.avoid_key(*record.key): None}}
                 change: dict[str, Any] = {"metadata": meta}
                 taints = found["spec"].get("taints") or []
                 left = [
@@ -237,7 +267,7 @@ class Groups:
                 if left != taints:
                     meta["resourceVersion"] = found["metadata"]["resourceVersion"]
                     change["spec"] = {"taints": left or None}
-                self._api.patch(NODES, node, change)
+                self._acting().patch(NODES, node, change)
             except NotFound:
                 pass
             record.marked.pop(node, None)
@@ -256,7 +286,7 @@ class Groups:
                 "pod %s/%s can't end, its node %s does not answer: it is removed.", record.namespace, it.name, it.node
             )
         try:
-            evict(self._api, record.namespace, it.name, it.uid, grace)
+            pods.evict(self._acting(), record.namespace, it.name, it.uid, grace)
         except (NotFound, Conflict):
             return  # it is gone already, or another one has its name
 
@@ -270,39 +300,15 @@ class Groups:
 
     def _make(self, record: Record, members: Sequence[Member]) -> None:
         """Make plain pods again, where their group is to go."""
-        racks = Kind("", "v1", "nodes", self._options.rack_label, namespaced=False)
-        rack_label = self._options.rack_label if self._api.list_all(racks)[0] else ""
+        rack_label = self._options.rack_label if self._racks() else ""
         for name in list(record.making):
             seat, plain = record.seats.get(name), record.plain.get(name)
             if seat is not None and plain is not None and not any(it.seat == name for it in members):
-                job_label = self._options.job_label
-                made = placement.elsewhere(plain, job_label, record.job, seat.group, rack_label)
-                try:
-                    self._api.create(PODS, made, record.namespace)
-                except Conflict:  # it is there: we, or somebody, made it before
+                made = placement.elsewhere(plain, record.namespace, self._options.job_label, seat.group, rack_label)
+                if not pods.make(self._acting(), made, record.namespace):  # we, or somebody, made it before
                     _LOG.info("pod %s/%s is there already.", record.namespace, made["metadata"]["name"])
             record.making.remove(name)
 
 
 def _taint(record: Record) -> dict[str, str]:
-    return {"key": placement.MOVED_TAINT, "value": placement.word(record.job), "effect": "NoSchedule"}
-
-
-def evict(api: Api, namespace: str, name: str, uid: str, grace_s: int | None = None) -> None:
-    """Evict one pod, and not another of its name. Servers before 1.22 know the older form only."""
-    options: dict[str, Any] = {"preconditions": {"uid": uid}}
-    if grace_s is not None:
-        options["gracePeriodSeconds"] = grace_s
-    for version in ("policy/v1", "policy/v1beta1"):
-        body = {
-            "apiVersion": version,
-            "kind": "Eviction",
-            "metadata": {"name": name, "namespace": namespace},
-            "deleteOptions": options,
-        }
-        try:
-            api.create(PODS, body, namespace, name=name, subresource="eviction")
-            return
-        except KubernetesError as error:
-            if version == "policy/v1beta1" or error.status not in (400, 404, 422) or "Eviction" not in str(error):
-                raise
+    return {"key": placement.MOVED_TAINT, "value": placement.job_word(*record.key), "effect": "NoSchedule"}

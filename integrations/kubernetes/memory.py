@@ -9,6 +9,7 @@ Rule: what is about to be done is written before it is done. A controller that s
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import json
 import logging
@@ -17,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from resilience.integrations.kubernetes.api import Api, Conflict, NotFound
+from resilience.integrations.kubernetes.api import Api, NotFound
 from resilience.integrations.kubernetes.parts import Kind
 
 from resilience.groups.escalation import State
@@ -25,6 +26,7 @@ from resilience.groups.escalation import State
 _LOG = logging.getLogger("resilience.kubernetes")
 MANAGED = "resilience.dev/state=groups"
 _MAPS = Kind("", "v1", "configmaps", MANAGED)
+_ANY_MAP = Kind("", "v1", "configmaps")
 _LARGEST = 64 << 20  # of what one unpacks to
 
 
@@ -75,26 +77,45 @@ class Record:
 
 
 class Memory:
-    """The ConfigMaps. What has not changed is not written."""
+    """The ConfigMaps. What has not changed is not written. ``only``: the namespace whose jobs are looked after, empty for all; what
+    controllers of other namespaces remember in the same place is theirs."""
 
-    def __init__(self, api: Api, namespace: str) -> None:
+    def __init__(self, api: Api, namespace: str, only: str = "") -> None:
         self._api = api
         self._namespace = namespace
-        self._versions: dict[tuple[str, str], str] = {}
+        self._only = only
+        self._versions: dict[str, str] = {}  # by name, of those that can't be read too: they are written over
         self._texts: dict[tuple[str, str], str] = {}
 
     def load(self) -> Iterator[Record]:
         """Yield what an earlier controller left."""
         for found in self._api.list_all(_MAPS, self._namespace)[0]:
-            try:
-                packed = zlib.decompressobj().decompress(base64.b64decode(found["data"]["record"]), _LARGEST)
-                record = Record.from_text(packed.decode())
-            except (KeyError, ValueError, zlib.error) as error:
-                _LOG.error("ConfigMap %s can't be read (%s); it is left as it is.", found["metadata"]["name"], error)
-                continue
-            self._versions[record.key] = found["metadata"]["resourceVersion"]
-            self._texts[record.key] = record.as_text()
-            yield record
+            record = self._read(found)
+            if record is not None and self._only in ("", record.namespace):
+                yield record
+
+    def again(self, key: tuple[str, str]) -> Record | None:
+        """Return what another replica has written of a job meanwhile; nothing where it is gone or can't be read."""
+        self._texts.pop(key, None)
+        self._versions.pop(_name(key), None)
+        for found in self._api.list_all(_ANY_MAP, self._namespace)[0]:
+            if found["metadata"]["name"] == _name(key):
+                return self._read(found)
+        return None
+
+    def _read(self, found: dict[str, Any]) -> Record | None:
+        name = found["metadata"]["name"]
+        self._versions[name] = found["metadata"]["resourceVersion"]
+        try:
+            packed = zlib.decompressobj().decompress(base64.b64decode(found["data"]["record"]), _LARGEST)
+            record = Record.from_text(packed.decode())
+            if _name(record.key) != name:
+                raise ValueError(f"it is of another job, {'/'.join(record.key)}")
+        except (KeyError, ValueError, zlib.error) as error:
+            _LOG.error("ConfigMap %s can't be read (%s); it is left until its job is written anew.", name, error)
+            return None
+        self._texts[record.key] = record.as_text()
+        return record
 
     def save(self, record: Record) -> None:
         """Write a record, if it has changed. Raises ``Conflict`` where another replica has written it."""
@@ -114,31 +135,25 @@ class Memory:
             },
             "data": {"record": base64.b64encode(zlib.compress(text.encode(), 9)).decode()},
         }
-        version = self._versions.get(record.key)
-        if version is None:
-            written = self._create(thing)
-        else:
-            thing["metadata"]["resourceVersion"] = version  # type: ignore[index]  # it is a dict
-            written = self._api.replace(_MAPS, thing, self._namespace)
-        self._versions[record.key] = written["metadata"]["resourceVersion"]
+        written = self._write(thing)
+        self._versions[_name(record.key)] = written["metadata"]["resourceVersion"]
         self._texts[record.key] = text
 
-    def _create(self, thing: dict[str, Any]) -> dict[str, Any]:
-        """A map of that name that was not in the list is one that could not be read: it is in the way."""
-        try:
-            return self._api.create(_MAPS, thing, self._namespace)
-        except Conflict:
-            self._api.delete(_MAPS, thing["metadata"]["name"], self._namespace)
-            raise
+    def _write(self, thing: dict[str, Any]) -> dict[str, Any]:
+        """A map that somebody has removed is made again."""
+        version = self._versions.get(thing["metadata"]["name"])
+        if version is not None:
+            known = {**thing, "metadata": {**thing["metadata"], "resourceVersion": version}}
+            with contextlib.suppress(NotFound):
+                return self._api.replace(_MAPS, known, self._namespace)
+        return self._api.create(_MAPS, thing, self._namespace)
 
     def forget(self, record: Record) -> None:
         """Remove a record."""
-        if self._versions.pop(record.key, None) is not None:
-            self._texts.pop(record.key, None)
-            try:
+        self._texts.pop(record.key, None)
+        if self._versions.pop(_name(record.key), None) is not None:
+            with contextlib.suppress(NotFound):
                 self._api.delete(_MAPS, _name(record.key), self._namespace)
-            except NotFound:
-                return
 
 
 def _words(record: Record) -> str:

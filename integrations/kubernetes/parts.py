@@ -3,7 +3,7 @@
 1) (controller) calls ``kinds()`` once, and lists and watches every kind that a part names
 2) (controller) calls ``changed(kind, verb, thing)`` for everything that is listed, and then for every change; where the server has
    forgotten what came in between it lists again, so a part is told the same thing twice, and of things that are gone as ``DELETED``
-3) (controller) calls ``tick(now)`` about once a second, once the first lists are through
+3) (controller) calls ``tick(now)`` about once a second, once the first lists of what this part named are through
 
 All three come from one thread. A part that raises is told the same thing again later, with a growing pause: what it does must be
 idempotent. Things are plain JSON, as the API server sends them.

@@ -99,9 +99,9 @@ def spec(**more: Any) -> dict[str, Any]:
     return {"containers": [{"name": "main", "image": "none", "resources": room}], **more}
 
 
-def template() -> dict[str, Any]:
+def template(cluster: Cluster) -> dict[str, Any]:
     """A pod template as the documentation asks for."""
-    away = [{"matchExpressions": [{"key": "avoid.resilience.dev/train", "operator": "DoesNotExist"}]}]
+    away = [{"matchExpressions": [{"key": f"avoid.resilience.dev/{cluster.name}.train", "operator": "DoesNotExist"}]}]
     together = [{"labelSelector": {"matchLabels": {JOB: "train"}}, "topologyKey": RACK}]
     affinity = {"nodeAffinity": {HARD: {"nodeSelectorTerms": away}}, "podAffinity": {HARD: together}}
     return {"metadata": {"labels": {JOB: "train"}}, "spec": spec(affinity=affinity, restartPolicy="Never")}
@@ -111,7 +111,7 @@ def test_jobs_pods_that_get_no_node_in_their_rack_move_to_another_together(clust
     running = cluster.controller(tmp_path, "--group-threshold=2", "--no-leader-election")
     job = {
         "metadata": {"name": "train"},
-        "spec": {"parallelism": 2, "completions": 2, "backoffLimit": 10, "template": template()},
+        "spec": {"parallelism": 2, "completions": 2, "backoffLimit": 10, "template": template(cluster)},
     }
     cluster.api.create(JOBS, job, cluster.name)
     before = wait_for(lambda: len(racks(cluster)) == 2 and racks(cluster), f"both pods to run\n{running.log()}", 60)
@@ -218,5 +218,7 @@ def _known(cluster: Cluster, number: int) -> bool:
 
 
 def _avoided(cluster: Cluster) -> list[str]:
-    found = cluster.api.list_all(Kind("", "v1", "nodes", "avoid.resilience.dev/train", namespaced=False))[0]
+    found = cluster.api.list_all(
+        Kind("", "v1", "nodes", f"avoid.resilience.dev/{cluster.name}.train", namespaced=False)
+    )[0]
     return [it["metadata"]["name"] for it in found]

@@ -151,7 +151,7 @@ def _template(values: JobValues, by: GangScheduler | None) -> dict[str, Any]:
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": values.stop_grace + _MARGIN_S,
         "enableServiceLinks": False,
-        "affinity": {"nodeAffinity": away_from_nodes_left(values.name)},
+        "affinity": {"nodeAffinity": away_from_nodes_left(values.namespace or "default", values.name)},
     }
     if values.nodes > 1:
         spec["subdomain"] = values.name

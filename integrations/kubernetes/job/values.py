@@ -47,7 +47,9 @@ class JobValues:
     name: str = _value("", "of the Job, and of its Service and its PodGroup where it has them")
     image: str = _value("", "container image with the script, torch and resilience-sdk in it")
     script: tuple[str, ...] = _value((), "the training script and its arguments, as after `resilience run`")
-    namespace: str = _value("", "empty: the current one")
+    namespace: str = _value(
+        "", "empty: the current one; a rack that is left is then only avoided where that is 'default'"
+    )
     nodes: int = _value(1, "Pods, one launcher in each")
     min_nodes: int = _value(0, "the job may go on with so few; 0: it needs all")
     nproc_per_node: int = _value(0, "ranks in each Pod; 0: one for each GPU, or one")

@@ -101,6 +101,16 @@ def test_permission_that_is_missing_is_named_in_the_controllers_log(
     wait_for(lambda: wanted in running.log(), f"{wanted} in the log:\n{running.log()}", 60)
 
 
+def test_groups_are_looked_after_where_another_part_may_not_list_what_it_needs(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    config = cluster.server.kubeconfig(tmp_path / "config", install(cluster, ("list", "jobs")))
+    cluster.pod("w0", group=0, rack=f"{cluster.name}-r", node=cluster.node("a", rack="r"))
+    running = cluster.controller(tmp_path / "c", kubeconfig=config)
+    wait_for(lambda: 'resource "jobs"' in running.log(), f"the refusal\n{running.log()}", 60)
+    wait_for(lambda: state_of(cluster), f"the member to be known\n{running.log()}", 60)
+
+
 @pytest.mark.long
 def test_second_replica_waits_and_takes_over_when_the_first_is_told_to_end_or_killed(
     cluster: Cluster, tmp_path: Path
@@ -167,6 +177,15 @@ def test_controller_that_cant_renew_ends_so_that_no_two_act(cluster: Cluster, fo
         stop.set()
         thread.join(30)
     assert ended_with == [controller.LOST_LEASE]
+
+
+def test_parts_are_told_whether_this_replica_leads(cluster: Cluster) -> None:
+    election = Election(cluster.api, cluster.name, "lease", "me", lease_s=60.0)
+    options = controller._options(controller._parser().parse_args([]), election)
+    assert not options.leading()
+    assert election.try_once()
+    assert options.leading()
+    assert controller.Options().leading(), "without an election there is one replica only"
 
 
 # -- what needs no server ---------------------------------------------------------------------------------------------

@@ -81,9 +81,22 @@ def test_tick_that_raises_comes_again_after_a_pause(caplog: pytest.LogCaptureFix
     part = Recorder()
     part.fails = [RuntimeError("no")]
     delivery = Delivery([part])
+    delivery.listed(PODS)
     for now in (0.0, 0.3, 0.5, 1.0):
         delivery.tick(now)
     assert part.ticks == [0.0, 0.5, 1.0]
+
+
+def test_part_is_ticked_once_its_own_kinds_are_listed_whatever_another_part_waits_for() -> None:
+    one, both = Recorder("one"), Recorder("both", [PODS, NODES])
+    delivery = Delivery([one, both])
+    delivery.tick(0.0)
+    delivery.listed(PODS)
+    delivery.tick(1.0)
+    assert (one.ticks, both.ticks) == ([1.0], [])
+    delivery.listed(NODES)
+    delivery.tick(2.0)
+    assert (one.ticks, both.ticks) == ([1.0, 2.0], [2.0])
 
 
 def test_missing_permission_is_an_error_in_the_log_said_once_and_a_conflict_is_not_worth_a_word(

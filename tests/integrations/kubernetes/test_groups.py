@@ -8,7 +8,7 @@ import pytest
 from resilience.integrations.kubernetes.members import member
 from resilience.integrations.kubernetes.memory import Record, Seat
 from resilience.integrations.kubernetes.observing import is_over, observe
-from resilience.integrations.kubernetes.placement import avoids, elsewhere, manifest
+from resilience.integrations.kubernetes.placement import avoid_key, avoids, elsewhere, manifest, nodes_left
 
 from resilience.groups.escalation import Rules, due, moved
 from tests.integrations.kubernetes.pods import JOB, owned_by, pod
@@ -187,7 +187,7 @@ def test_record_survives_being_written_down() -> None:
 
 
 def moved_pod(thing: dict[str, Any], rack_label: str = "scheduling/rack-id") -> dict[str, Any]:
-    return elsewhere(manifest(thing), JOB, "train", "0", rack_label)
+    return elsewhere(manifest(thing), "default", JOB, "0", rack_label)
 
 
 def test_plain_pod_goes_together_with_its_group_and_away_from_its_rack() -> None:
@@ -199,8 +199,9 @@ def test_plain_pod_goes_together_with_its_group_and_away_from_its_rack() -> None
     (together,) = made["spec"]["affinity"]["podAffinity"][HARD]
     assert together["topologyKey"] == "scheduling/rack-id"
     assert together["labelSelector"]["matchLabels"].items() <= made["metadata"]["labels"].items()
-    assert avoids(made, "train")
-    assert not avoids(made, "another")
+    assert avoids(made, "default", "train")
+    assert not avoids(made, "default", "another")
+    assert not avoids(made, "elsewhere", "train")
 
 
 def test_what_a_pod_required_stays_required_but_for_its_old_rack() -> None:
@@ -224,12 +225,27 @@ def test_moving_twice_adds_nothing_twice() -> None:
 def test_without_racks_on_the_nodes_a_group_only_stays_away_from_its_old_nodes() -> None:
     made = moved_pod(pod("w0", group=0, node="node-0"), rack_label="")
     assert "podAffinity" not in made["spec"]["affinity"]
-    assert avoids(made, "train")
+    assert avoids(made, "default", "train")
 
 
 def test_template_avoids_a_rack_only_if_all_its_alternatives_do() -> None:
-    away = {"matchExpressions": [{"key": "avoid.resilience.dev/train", "operator": "DoesNotExist"}]}
+    away = {"matchExpressions": [{"key": "avoid.resilience.dev/default.train", "operator": "DoesNotExist"}]}
     thing = pod("w0")
     for terms, good in (([], False), ([away], True), ([away, {"matchExpressions": []}], False)):
         thing["spec"]["affinity"] = {"nodeAffinity": {HARD: {"nodeSelectorTerms": terms}}}
-        assert avoids(thing, "train") is good
+        assert avoids(thing, "default", "train") is good
+
+
+def test_rack_that_only_a_pods_label_names_is_left_alone() -> None:
+    racks = {"node-0": "rack-0", "node-1": "rack-0", "theirs": "rack-7"}
+    assert nodes_left({"node-0"}, {"rack-0", "rack-7"}, racks) == ["node-0", "node-1"]
+    assert nodes_left({"node-0"}, {"rack-7"}, racks) == ["node-0"]
+    assert nodes_left({"node-9"}, {"rack-0"}, racks) == ["node-9"], "nobody says where a node is that has no label"
+
+
+def test_no_two_namespaces_share_the_label_of_a_job_however_long_their_names() -> None:
+    names = [("a", "train"), ("b", "train"), ("a" * 63, "j" * 63), ("a" * 63, "j" * 62), ("a" * 62 + "b", "j" * 63)]
+    keys = [avoid_key(*it) for it in names]
+    assert keys[0] == "avoid.resilience.dev/a.train"
+    assert len(set(keys)) == len(keys)
+    assert max(len(it.partition("/")[2]) for it in keys) == 63

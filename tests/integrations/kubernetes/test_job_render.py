@@ -213,8 +213,8 @@ def test_node_and_its_group_are_told_by_the_cluster() -> None:
 def test_pods_stay_away_from_a_rack_that_their_group_has_left(nodes: int) -> None:
     from resilience.integrations.kubernetes.placement import avoids
 
-    template = made(nodes=nodes)["Job"]["spec"]["template"]
-    assert avoids(template, template["metadata"]["labels"]["resilience.dev/job"])
+    template = made(nodes=nodes, namespace="team")["Job"]["spec"]["template"]
+    assert avoids(template, "team", template["metadata"]["labels"]["resilience.dev/job"])
 
 
 def test_node_check_is_a_value_and_its_flags_are_the_launchers() -> None:
