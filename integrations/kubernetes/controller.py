@@ -144,6 +144,8 @@ class Controller:
 
 def build(names: Sequence[str], api: Api, options: Options) -> list[Part]:
     """Make the parts that were asked for by name."""
+    if not names:
+        raise ResilienceError(f"--parts is empty: nothing would be done. There are: {', '.join(PARTS)}.")
     made = []
     for name in names:
         if name not in PARTS:

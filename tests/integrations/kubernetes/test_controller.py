@@ -8,7 +8,7 @@ import threading
 import urllib.error
 import urllib.request
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import yaml
@@ -20,6 +20,7 @@ from resilience.integrations.kubernetes.manifests import main as print_manifests
 from resilience.integrations.kubernetes.manifests import manifests
 from resilience.integrations.kubernetes.parts import NODES, Kind
 
+from resilience.errors import ResilienceError
 from tests.integrations.kubernetes.cluster import Cluster
 from tests.integrations.kubernetes.pods import ended
 from tests.integrations.kubernetes.test_faulty_nodes import await_mark, is_marked
@@ -263,3 +264,8 @@ def test_training_pods_get_no_right_to_change_nodes() -> None:
         assert "*" not in str(role["rules"])
         assert "secrets" not in str(role["rules"])
     assert NODES.plural not in str([it["rules"] for it in roles if it["kind"] == "Role"])
+
+
+def test_no_part_at_all_is_refused() -> None:
+    with pytest.raises(ResilienceError, match=r"--parts is empty: nothing would be done\. There are: .*groups"):
+        controller.build([], cast(Api, None), controller.Options())
