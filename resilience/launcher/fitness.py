@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from resilience import config
-from resilience.config import NodeConfig
+from resilience.config import NodeConfig, Settings
 from resilience.failover import exits, sentence
 from resilience.failover.error_monitor import CHECK_FAILED, STRAGGLER, NodeFault
 from resilience.launcher import cuda
@@ -145,6 +145,12 @@ def consequences(
     elif mine is not None:
         outcome = Outcome(exits.CUT_OFF, ruling.note or mine.why)
     return Result(False, outcome, fault, tuple(verdicts), _report(ruling, (*unfit, *lost), nodes, cycle))
+
+
+def own_fault(settings: Settings, why: str, run: str, at: float) -> NodeFault:
+    """Return the fault of this node, as far as it can be told before the nodes have come together."""
+    name = settings.failover.node_name or socket.gethostname()
+    return NodeFault(name, CHECK_FAILED, f"node check: {why}", run=run, at=at)
 
 
 def departed(nodes: Sequence[Node]) -> list[dict[str, Any]]:
