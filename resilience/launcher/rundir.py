@@ -26,7 +26,7 @@ _STILL_WRITTEN_S = 24 * 3600.0
 _DISK_AT_FAULT = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO})
 
 
-class DiskFault(ConfigError):
+class DiskFault(ConfigError):  # noqa: N818 - reads as what it is
     """A directory can't be made because its disk is full, read-only or broken: another node may do better with the same flags."""
 
 
