@@ -8,6 +8,7 @@ Exit codes: 0 fit, 80 unfit, 75 can't be told, or the other nodes did not come, 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
@@ -25,7 +26,7 @@ from resilience.failover import exits
 from resilience.launcher import lines
 from resilience.launcher.cli import Parser, add_settings, settings_from
 from resilience.nodecheck import accelerators, pairing
-from resilience.nodecheck.crew import Crew
+from resilience.nodecheck.crew import Broken, Crew
 from resilience.nodecheck.exchange import Board, Examination, Interrupted, Terms
 from resilience.nodecheck.judging import Ruling, as_table
 
@@ -95,7 +96,8 @@ def main(argv: list[str]) -> int:
     accelerators.check_name(settings.nodes.accelerator)
     crew = Crew(settings.nodes.accelerator, config.environment())
     try:
-        crew.start()
+        with contextlib.suppress(Broken):  # it is when it is asked, too
+            crew.start()
         return _check(args, settings, crew)
     finally:
         crew.close()

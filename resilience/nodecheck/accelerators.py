@@ -161,7 +161,17 @@ def check_name(text: str) -> None:
 def load(text: str) -> Accelerator:
     """Find the class and make the object; raise :class:`ConfigError` where there is none. What it imports may raise anything."""
     check_name(text)
-    word = text.strip()
+    made = _find(text.strip())
+    for what in ("size", "gather_mib"):
+        number = getattr(made, what)
+        if not isinstance(number, int) or number < 1:
+            raise ConfigError(
+                f"accelerator={text!r}: its {what} is {number!r}; a whole number from 1 up is needed. Nothing was started."
+            )
+    return made
+
+
+def _find(word: str) -> Accelerator:
     if "::" in word:
         return _from_module(word)
     plain = _plain(word)

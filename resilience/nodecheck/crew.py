@@ -26,13 +26,23 @@ LOAD_S = 120.0  # to import torch from a slow file system, and an accelerator's 
 _LOOK_S = 0.1
 _LEAVE_S = 2.0
 _TAIL = 600
+_LONGEST = 800
 _QUIET: Mapping[str, str] = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 Answer = dict[str, Any]
 
 
+def harmless(text: str) -> str:
+    """Return what a check said as one line of bounded length that no terminal, log or JSON stumbles over."""
+    line = " ".join("".join(letter if letter.isprintable() or letter.isspace() else "?" for letter in text).split())
+    return line if len(line) <= _LONGEST else f"{line[:_LONGEST]}…"
+
+
 class Broken(Exception):  # noqa: N818 - reads as what it is
     """A check did not go well; the message says how."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__(harmless(how))
 
 
 class _Hand:
@@ -40,8 +50,11 @@ class _Hand:
 
     def __init__(self, accelerator: str, index: int, environment: Mapping[str, str]) -> None:
         self.index = index
+        try:
+            self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
+        except OSError as error:
+            raise Broken(f"the check could not be started, there is no place for its log: {error}") from None
         ours, theirs = socket.socketpair()
-        self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
         command = [sys.executable, "-m", "resilience.nodecheck.process", accelerator, str(index), str(theirs.fileno())]
         try:
             self._process = subprocess.Popen(
@@ -110,7 +123,7 @@ class _Hand:
         code = self._process.returncode
         if code is None:
             return "its process does not speak any more"
-        how = f"signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"exit code {code}"
+        how = _signal(-code) if code < 0 else f"exit code {code}"
         return f"its process ended with {how}{self._last_words()}"
 
     def _last_words(self) -> str:
@@ -134,6 +147,13 @@ class _Hand:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         self._log.close()
+
+
+def _signal(number: int) -> str:
+    try:
+        return f"signal {number} ({signal.Signals(number).name})"
+    except ValueError:  # most of the real-time signals have no name
+        return f"signal {number}"
 
 
 class Crew:
@@ -167,7 +187,7 @@ class Crew:
                 if "refused" in said:
                     self.close()
                     raise ConfigError(str(said["refused"]))
-                self.accelerator, self.devices = str(said["accelerator"]), int(said["devices"])
+                self.accelerator, self.devices = harmless(str(said["accelerator"])), int(said["devices"])
                 self.host_only = said["type"] == "cpu"
             if len(self._hands) >= self.devices:
                 return
@@ -254,5 +274,6 @@ def titles(answers: Sequence[Answer]) -> str:
     """Return what the devices are called: ``8 × NVIDIA H100``."""
     counted: dict[str, int] = {}
     for answer in answers:
-        counted[str(answer["device"])] = counted.get(str(answer["device"]), 0) + 1
+        name = harmless(str(answer["device"]))
+        counted[name] = counted.get(name, 0) + 1
     return ", ".join(name if number == 1 else f"{number} × {name}" for name, number in counted.items())

@@ -151,7 +151,8 @@ class Examination:
         for group in self._groups:
             said = [heard[node] for node in group if node in heard]
             passed = len(said) == len(group) and all(item["passed"] for item in said)
-            self._trials.append(Trial(group, passed, max((item["seconds"] for item in said), default=0.0)))
+            words = tuple(heard[node]["why"] if node in heard else "" for node in group)
+            self._trials.append(Trial(group, passed, max((item["seconds"] for item in said), default=0.0), words))
         for node, item in heard.items():
             if item.get("alone"):
                 self._told[node] = Alone.from_json(item["alone"])

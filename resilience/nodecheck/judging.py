@@ -128,7 +128,8 @@ def judge(nodes: int, told: Mapping[int, Alone], evidence: Evidence, wanted: int
             found.append(Judgement(node, VANISHED, "it was gone before the check was over"))
             continue
         mine = told[node]
-        state, why = _state(node, told, by_trials, wanted)
+        fault = own_fault(node, told, wanted)
+        state, why = (FAULTY, fault) if fault else _by_trials(node, by_trials.get(node, HEALTHY), evidence)
         if state == HEALTHY and node in slow and median:
             state = STRAGGLER
             why = f"its GEMM takes {mine.seconds:.3g} s, {mine.seconds / median:.1f} times the median of {median:.3g} s"
@@ -143,16 +144,13 @@ def judge(nodes: int, told: Mapping[int, Alone], evidence: Evidence, wanted: int
     return Ruling(tuple(found), note, not all_alone, rounds)
 
 
-def _state(node: int, told: Mapping[int, Alone], by_trials: Mapping[int, str], wanted: int) -> tuple[str, str]:
-    fault = own_fault(node, told, wanted)
-    if fault:
-        return FAULTY, fault
-    state = by_trials.get(node, HEALTHY)
+def _by_trials(node: int, state: str, evidence: Evidence) -> tuple[str, str]:
+    """Say what its trials mean for a node, and in whose words they failed."""
     why = {
         FAULTY: "its all-gather failed with nodes that get through to others",
         UNDECIDED: "its all-gather failed, and with nobody to compare it can't be told whose fault that is",
     }
-    return state, why.get(state, "")
+    return state, ": ".join(filter(None, (why[state], evidence.words(node)))) if state in why else ""
 
 
 def _slow_network(evidence: Evidence, node: int) -> str:

@@ -12,7 +12,7 @@ import pytest
 
 from resilience.nodecheck.crew import Answer, Broken, Crew
 from resilience.nodecheck.exchange import Examination, Interrupted, Terms
-from resilience.nodecheck.judging import Ruling
+from resilience.nodecheck.judging import Ruling, as_table
 from resilience.nodecheck.pairing import FAULTY, HEALTHY, STRAGGLER, UNDECIDED, VANISHED
 
 TERMS = Terms(folder="/run", address="here", wanted=1, timeout=5.0)
@@ -46,6 +46,7 @@ class Script:
     broken: str = ""
     seconds: float = 0.1
     cut_off: bool = False
+    says: str = "no route to host"
     gathers_in: float = 0.2
     dies: str = ""
     later: float = 0.0  # its GEMM when it tries again, if another
@@ -85,7 +86,7 @@ class Actor:
         self.script.log.append("gather")
         self._die("gather")
         if self.script.cut_off:
-            raise Broken("no route to host")
+            raise Broken(self.script.says)
         key = f"group/{tag}/{address[0]}"
         self.board.keys[f"{key}/{first}"] = str(self.script.gathers_in)
         while True:  # until everybody is there, as a collective
@@ -153,6 +154,19 @@ def test_node_that_fails_by_itself_is_faulty_and_tried_with_nobody(bad: int, how
 def test_of_three_nodes_the_one_that_is_cut_off_is_found(bad: int) -> None:
     results, _ = check(*(Script(cut_off=node == bad) for node in range(3)))
     assert states(results) == [FAULTY if node == bad else HEALTHY for node in range(3)]
+
+
+def test_why_an_all_gather_failed_is_in_the_verdict_in_one_harmless_line() -> None:
+    says = "RuntimeError: no \x1b[31mroute\nto host \udcff" + 5000 * "x"
+    results, _ = check(Script(), Script(), Script(cut_off=True, says=says))
+    assert states(results) == [HEALTHY, HEALTHY, FAULTY]
+    (ruling, *_) = results
+    assert isinstance(ruling, Ruling)
+    why = ruling.judgements[2].why
+    assert "with nodes that get through to others: RuntimeError: no ?[31mroute to host ?xxx" in why
+    assert why in as_table(ruling, ["a", "b", "c"])
+    assert why.isprintable()
+    assert len(why) < 1000
 
 
 def test_two_nodes_that_do_not_get_through_are_undecided() -> None:
