@@ -99,7 +99,8 @@ class Fitness:
         start = time.monotonic()
         if not self._passed:
             _LOG.info("this node and %s more are checked before the workers start.", len(link.nodes) - 1)
-        examination = Examination(link, link.me, len(link.nodes), crew=self._crew, terms=self._terms)
+        names = [node.title for node in link.nodes]
+        examination = Examination(link, link.me, names, crew=self._crew, terms=self._terms)
         try:
             ruling = examination.run(self._passed)
         except Interrupted as why:
@@ -112,7 +113,6 @@ class Fitness:
             cuda.wait_until_free(pids, _FREE_S)  # the workers need all of the devices' memory
         if ruling.skipped:
             return Result(True)
-        names = [node.title for node in link.nodes]
         took = time.monotonic() - start
         _LOG.info("node check (%.1f s):\n%s", took, as_table(ruling, names))
         result = consequences(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import signal
 import socket
@@ -22,6 +23,8 @@ from typing import IO, Any, NoReturn
 
 from resilience.errors import ConfigError
 
+_LOG = logging.getLogger("resilience.nodecheck")
+REMIND_S = 15.0
 LOAD_S = 120.0  # to import torch from a slow file system, and an accelerator's own modules
 _LOOK_S = 0.1
 _LEAVE_S = 2.0
@@ -43,6 +46,21 @@ class Broken(Exception):  # noqa: N818 - reads as what it is
 
     def __init__(self, how: str) -> None:
         super().__init__(harmless(how))
+
+
+class Reminder:
+    """Says now and then what is waited for, and how long at most: nobody should have to guess at a silent terminal."""
+
+    def __init__(self, deadline: float) -> None:
+        self._deadline = deadline
+        self._due = time.monotonic() + REMIND_S
+
+    def say(self, what: str) -> None:
+        """Say it, if it is time."""
+        now = time.monotonic()
+        if now >= self._due:
+            self._due = now + REMIND_S
+            _LOG.info("the node check waits for %s, %.0f s more at most.", what, max(0.0, self._deadline - now))
 
 
 class _Hand:
@@ -89,7 +107,9 @@ class _Hand:
     def answer(self, what: str, deadline: float, timeout: float, give_up: Callable[[], str]) -> Answer:
         """Return what it says before the deadline, which was ``timeout`` seconds away once; ``give_up()`` may say in words why
         nobody waits any longer."""
+        reminder = Reminder(deadline)
         while b"\n" not in self._heard:
+            reminder.say(f"{what} on this node")
             left = deadline - time.monotonic()
             if left <= 0:
                 raise Broken(f"{what} did not end within {timeout:g} s{self._last_words()}")

@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from resilience.nodecheck.crew import LOAD_S, Broken, Crew, titles
+from resilience.nodecheck.crew import LOAD_S, Broken, Crew, Reminder, titles
 from resilience.nodecheck.judging import Alone, Judgement, Ruling, judge, slow_alone, sound
 from resilience.nodecheck.pairing import (
     HEALTHY,
@@ -40,6 +40,7 @@ _PER_NODE_S = 1 / 5000  # a thousand nodes look five times a second
 _GREET_S = 30.0
 _MARGIN_S = 10.0
 _GRACE_S = 0.5
+_SHOWN = 8
 
 
 class Board(Protocol):
@@ -83,10 +84,11 @@ class Terms:
 class Examination:
     """One check, as one node takes part in it."""
 
-    def __init__(self, board: Board, me: int, nodes: int, *, crew: Crew, terms: Terms) -> None:
+    def __init__(self, board: Board, me: int, names: Sequence[str], *, crew: Crew, terms: Terms) -> None:
         self._board = board
         self._me = me
-        self._nodes = nodes
+        self._names = names
+        self._nodes = len(names)
         self._crew = crew
         self._terms = terms
         self._ahead_s = 0.0  # our clock less node 0's
@@ -160,6 +162,7 @@ class Examination:
     def _collect(self, what: str, nodes: Sequence[int], patience: float) -> dict[int, dict[str, Any]]:
         """Return what the nodes wrote; without those that are lost, or do not write in time."""
         deadline = time.monotonic() + patience
+        reminder = Reminder(deadline)
         found: dict[int, dict[str, Any]] = {}
         missing = list(nodes)
         while missing and time.monotonic() < deadline:
@@ -171,6 +174,7 @@ class Examination:
             gone = set(self._board.lost_nodes())
             missing = [node for node in missing if node not in gone]
             if missing:
+                reminder.say(self._called(missing))
                 self._pause()
         return found
 
@@ -262,6 +266,7 @@ class Examination:
 
     def _find(self, key: str, patience: float, give_up: Callable[[], str]) -> dict[str, Any]:
         deadline = time.monotonic() + patience
+        reminder = Reminder(deadline)
         while time.monotonic() < deadline:
             text = self._board.peek(_key(key))
             if text is not None:
@@ -270,12 +275,14 @@ class Examination:
             why = give_up()
             if why:
                 raise Broken(why)
+            reminder.say("the first node of its group")
             self._pause()
         raise Broken("the first node of the group did not open a store in time")
 
     def _await(self, key: str, patience: float) -> dict[str, Any]:
         """Wait for what node 0 says."""
         deadline = time.monotonic() + patience
+        reminder = Reminder(deadline)
         while time.monotonic() < deadline:
             text = self._board.peek(_key(key))
             if text is not None:
@@ -284,11 +291,17 @@ class Examination:
             gone = self._board.lost_nodes().get(0)
             if gone is not None and self._me != 0:
                 raise Interrupted(gone)
+            reminder.say(f"{self._called([0])}, which hears all nodes and says what is next")
             self._pause()
         raise Interrupted(f"node 0 did not say what is next ({key}) within {patience:g} s")
 
     def _post(self, key: str, message: Mapping[str, Any]) -> None:
         self._board.post(_key(key), json.dumps(message))
+
+    def _called(self, nodes: Sequence[int]) -> str:
+        """Return what nodes are called, of many the first."""
+        shown = ", ".join(f"node {node} ({self._names[node]})" for node in nodes[:_SHOWN])
+        return shown + (f" and {len(nodes) - _SHOWN} more" if len(nodes) > _SHOWN else "")
 
     def _pause(self) -> None:
         time.sleep(_LOOK_S + self._nodes * _PER_NODE_S)

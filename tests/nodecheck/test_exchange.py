@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import re
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -10,11 +12,13 @@ from typing import Any, cast
 
 import pytest
 
+from resilience.nodecheck import crew as crew_module
 from resilience.nodecheck.crew import Answer, Broken, Crew
 from resilience.nodecheck.exchange import Examination, Interrupted, Terms
 from resilience.nodecheck.judging import Ruling, as_table
 from resilience.nodecheck.pairing import FAULTY, HEALTHY, STRAGGLER, UNDECIDED, VANISHED
 
+NAMES = [f"host-{node}" for node in range(8)]
 TERMS = Terms(folder="/run", address="here", wanted=1, timeout=5.0)
 
 
@@ -49,6 +53,7 @@ class Script:
     says: str = "no route to host"
     gathers_in: float = 0.2
     dies: str = ""
+    hangs_for: float = 0.0
     later: float = 0.0  # its GEMM when it tries again, if another
     devices: int = 1
     log: list[str] = field(default_factory=list)
@@ -71,6 +76,7 @@ class Actor:
     def alone(self, folder: str, timeout: float) -> list[Answer]:
         self.script.log.append("alone")
         self._die("alone")
+        threading.Event().wait(self.script.hangs_for)
         if self.script.broken:
             raise Broken(self.script.broken)
         seconds = self.script.later if self.script.later and len(self.script.log) > 1 else self.script.seconds
@@ -113,7 +119,9 @@ def check(*scripts: Script, fit: tuple[bool, ...] = ()) -> tuple[list[Ruling | E
         crew = cast(Crew, Actor(scripts[me], me, board))
         terms = Terms(TERMS.folder, f"here-{me}", 1, TERMS.timeout)
         try:
-            results[me] = Examination(board, me, len(scripts), crew=crew, terms=terms).run(bool(fit and fit[me]))
+            results[me] = Examination(board, me, NAMES[: len(scripts)], crew=crew, terms=terms).run(
+                bool(fit and fit[me])
+            )
         except (Interrupted, Gone) as error:
             results[me] = error
 
@@ -191,6 +199,18 @@ def test_node_that_vanishes_in_between_holds_nobody_up(doing: str) -> None:
     results, _ = check(Script(), Script(), Script(), Script(dies=doing))
     assert isinstance(results[3], Gone)
     assert states(results) == [HEALTHY, HEALTHY, HEALTHY, VANISHED]
+
+
+def test_nodes_say_for_whom_they_wait_and_how_long(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("resilience"), "propagate", True)
+    monkeypatch.setattr(crew_module, "REMIND_S", 0.05)
+    caplog.set_level(logging.INFO, "resilience")
+    results, _ = check(Script(), Script(), Script(), Script(hangs_for=1.0))
+    assert states(results) == [HEALTHY] * 4
+    assert re.search(r"the node check waits for node 3 \(host-3\), \d+ s more at most", caplog.text)
+    assert "waits for node 0 (host-0), which hears all nodes" in caplog.text
 
 
 @pytest.mark.parametrize("doing", ["alone", "gather"])
