@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import signal
 import socket
 import sys
 import threading
@@ -35,6 +36,7 @@ _LOG = logging.getLogger("resilience.launcher")
 _JOIN_S = 600
 _STAY_S = 30.0
 _BEAT_S = 2.0
+_SHOWN = 8
 _PER_NODE_S = 0.02  # all nodes read all beats
 
 
@@ -126,6 +128,13 @@ def join(store: Any, me: int, name: str, nodes: int, silence: float) -> tuple[St
 
 def main(argv: list[str]) -> int:
     """Check; print a table and a verdict; return the exit code."""
+    try:
+        return _main(argv)
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+
+
+def _main(argv: list[str]) -> int:
     if sys.platform != "linux":
         raise UnsupportedPlatform(f"resilience nodecheck needs Linux; this is {sys.platform}.")
     parser = Parser(prog="resilience nodecheck", description="Check whether this node is fit to train.")
@@ -144,6 +153,8 @@ def main(argv: list[str]) -> int:
     add_settings(parser)
     args = parser.parse_args(argv)
     settings = settings_from(args)
+    if args.nproc_per_node < 1:
+        raise ConfigError(f"--nproc-per-node={args.nproc_per_node}: it must be at least 1. Nothing was started.")
     lines.start(settings.launcher.log_level)
     accelerators.check_name(settings.nodes.accelerator)
     crew = Crew(settings.nodes.accelerator, config.environment())
@@ -188,7 +199,7 @@ def _check(args: Any, settings: Settings, crew: Crew) -> int:
         sys.stderr.write(f"resilience nodecheck: the nodes did not come together at {args.rdzv_endpoint}: {error}\n")
         return exits.CUT_OFF
     terms = Terms(
-        folder=settings.launcher.run_dir or str(Path.cwd()),
+        folder=str(Path(settings.launcher.run_dir or "").expanduser().absolute()),
         address=args.local_addr or socket.getfqdn(),
         wanted=args.nproc_per_node,
         timeout=settings.nodes.node_check_timeout,
@@ -241,4 +252,5 @@ def _meet(args: Any, settings: Settings) -> Party:
     venue = open_venue(parameters, settings)
     info = venue.handler.next_rendezvous()
     board, names = join(info.store, info.rank, name, info.world_size, settings.launcher.node_silence_timeout)
+    _LOG.info("%s nodes have come together and check each other: %s.", len(names), ", ".join(names[:_SHOWN]))
     return Party(board, info.rank, names, venue)

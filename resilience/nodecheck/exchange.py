@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from resilience.nodecheck.crew import LOAD_S, Broken, Crew, Reminder, titles
-from resilience.nodecheck.judging import Alone, Judgement, Ruling, judge, slow_alone, sound
+from resilience.nodecheck.judging import Alone, Judgement, Ruling, fitting, judge, slow_alone, sound
 from resilience.nodecheck.pairing import (
     HEALTHY,
     MOST_ROUNDS,
@@ -131,7 +131,7 @@ class Examination:
             heard = self._collect("alone", range(self._nodes), patience)
             self._told = {node: Alone.from_json(item) for node, item in heard.items()}
             groups = first(sound(self._told, terms.wanted))
-            again = sorted(slow_alone(self._told, terms.wanted, terms.rule))
+            again = sorted(slow_alone(self._told, terms.wanted, fitting(self._told, terms.rule)))
         else:
             self._hear_trials(number - 1, patience)
             groups = following(self._evidence(), number - 1)
@@ -144,7 +144,8 @@ class Examination:
         self._post(f"step/{number}", {"ruling": ruling.as_json()})
 
     def _evidence(self) -> Evidence:
-        return Evidence(sound(self._told, self._terms.wanted), self._trials, self._vanished, self._terms.rule)
+        rule = fitting(self._told, self._terms.rule)
+        return Evidence(sound(self._told, self._terms.wanted), self._trials, self._vanished, rule)
 
     def _hear_trials(self, number: int, patience: float) -> None:
         members = [node for group in self._groups for node in group]

@@ -111,6 +111,12 @@ def sound(told: Mapping[int, Alone], wanted: int) -> list[int]:
     return [node for node in sorted(told) if not own_fault(node, told, wanted)]
 
 
+def fitting(told: Mapping[int, Alone], rule: Rule) -> Rule:
+    """Return the rule for what these nodes have."""
+    hosts_only = all(it.host_only for it in told.values() if it.devices)
+    return rule if hosts_only else dataclasses.replace(rule, floor=pairing.DEVICE_FLOOR)
+
+
 def slow_alone(told: Mapping[int, Alone], wanted: int, rule: Rule) -> frozenset[int]:
     """Return the nodes whose devices take much longer than the others'. They try once more before they are judged."""
     return pairing.slow_ones({node: told[node].seconds for node in sound(told, wanted)}, rule)

@@ -40,7 +40,8 @@ class Trial:
 @dataclass(frozen=True)
 class Rule:
     """What makes a straggler: more than ``factor`` times the median, and by more than ``floor`` seconds (clocks and schedulers
-    are not exact: of two tasks that take a millisecond one may take three)."""
+    are not exact: of two tasks that take a millisecond one may take three). The host's processors are shared with everything that
+    runs there, an accelerator is not: its floor is :data:`DEVICE_FLOOR`."""
 
     factor: float = 2.0
     floor: float = 0.05
@@ -51,6 +52,7 @@ class Rule:
 
 
 USUAL = Rule()
+DEVICE_FLOOR = 0.002
 
 
 def typical(seconds: Iterable[float]) -> float | None:

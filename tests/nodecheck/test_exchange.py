@@ -56,6 +56,7 @@ class Script:
     hangs_for: float = 0.0
     later: float = 0.0  # its GEMM when it tries again, if another
     devices: int = 1
+    real_devices: bool = False  # and not the host's processors
     log: list[str] = field(default_factory=list)
 
 
@@ -63,11 +64,11 @@ class Actor:
     """A crew that plays its script. Groups meet on the board itself."""
 
     accelerator = "cpu"
-    host_only = True
 
     def __init__(self, script: Script, me: int, board: Shared) -> None:
         self.script, self.me, self.board = script, me, board
         self.devices = script.devices
+        self.host_only = not script.real_devices
 
     def load(self, timeout: float = 0.0) -> None:
         if self.script.broken == "does not load":
@@ -187,6 +188,14 @@ def test_slow_node_tries_once_more_and_may_do_better() -> None:
     results, _ = check(Script(), once, always, Script(), Script())
     assert states(results) == [HEALTHY, HEALTHY, STRAGGLER, HEALTHY, HEALTHY]
     assert once.log.count("alone") == always.log.count("alone") == 2
+
+
+@pytest.mark.parametrize("real", [True, False])
+def test_milliseconds_make_a_straggler_of_an_accelerator_and_not_of_a_host(real: bool) -> None:
+    quick = [Script(seconds=0.004, gathers_in=0.004, real_devices=real) for _ in range(4)]
+    slow = Script(seconds=0.012, gathers_in=0.004, real_devices=real)
+    results, _ = check(*quick, slow)
+    assert states(results) == [HEALTHY] * 4 + [STRAGGLER if real else HEALTHY]
 
 
 def test_node_with_a_slow_network_is_told_from_its_partner() -> None:
