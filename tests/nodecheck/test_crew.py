@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import tempfile
 import time
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from resilience.errors import ConfigError
+from resilience.nodecheck import crew as crew_module
 from resilience.nodecheck.crew import Broken, Crew, titles
 from resilience.nodecheck.process import counted
 from resilience.nodecheck.tasks import WrongResult
@@ -142,6 +144,16 @@ def test_process_that_dies_of_a_signal_without_a_name_is_told_of() -> None:
         os.kill(it.pids()[0], 40)
         with pytest.raises(Broken, match="ended with signal 40"):
             it.serve(60)
+
+
+def test_while_the_accelerator_loads_it_is_said_that_it_does(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("resilience"), "propagate", True)
+    monkeypatch.setattr(crew_module, "REMIND_S", 0.0)
+    caplog.set_level(logging.INFO, "resilience")
+    with crew("cpu"):
+        assert "the node check waits for loading the accelerator on this node, " in caplog.text
 
 
 def test_what_a_device_is_called_is_one_harmless_line() -> None:
