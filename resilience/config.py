@@ -124,7 +124,7 @@ class NodeConfig:
         "text",
     )
     exclude_straggler: bool = _setting(False, "a node that is much slower than the others must not train", "switch")
-    straggler_factor: float = _setting(2.0, "a straggler takes more than this many times the median", "positive")
+    straggler_factor: float = _setting(2.0, "a straggler takes more than this many times the median", "factor")
     node_check_timeout: float = _setting(60.0, "longest time of one task of the check; longer is a fault", "positive")
     error_monitor: str = _setting(
         "none", "who is told of faulty nodes: none, file:PATH, module::Class, or the name of an entry point", "text"

@@ -39,6 +39,13 @@ def _timeout_or_none(raw: Any) -> float:
     return _positive(raw)
 
 
+def _factor(raw: Any) -> float:
+    value = _positive(raw)
+    if value <= 1:
+        raise ValueError("must be greater than 1")
+    return value
+
+
 def _positive(raw: Any) -> float:
     if isinstance(raw, bool):
         raise ValueError("a yes/no value is not a number of seconds")
@@ -119,6 +126,7 @@ _PARSERS: dict[str, Any] = {
     "timeout_or_none": _timeout_or_none,
     "timeouts": _timeouts,
     "positive": _positive,
+    "factor": _factor,
     "count": _count,
     "number": _number,
     "policy": _policy,
@@ -132,6 +140,7 @@ _WANTED = {
     "timeout_or_none": "seconds, or null for no timeout",
     "timeouts": "name:seconds,name:seconds (null for no timeout)",
     "positive": "a number greater than 0",
+    "factor": "a number greater than 1",
     "count": "a whole number from 1 to 900",
     "number": "a whole number from 0 up, or null for no limit",
     "policy": "any-failed or min-healthy",

@@ -3,7 +3,8 @@
 A monitor is anybody's code and calls services. Each attempt runs in a process of its own, with a deadline, from a thread beside the
 launcher: it may hang, leak or crash, and nothing waits for it but the launcher's very end, and that not for long.
 
-1) (launcher) ``Marker(spec)`` at start: a wrong name, class or file is found before anything is started
+1) (launcher) ``Marker(spec)`` at start: a wrong name, class or file is found before anything is started; a service that does not
+   answer just now is a warning, and no reason not to train
 2) (launcher) ``tell(fault)``: returns at once; attempts follow, with growing pauses
 3) (launcher) ``close()``: waits a little for what is under way; what could not be marked is said, with what to do
 
@@ -50,7 +51,14 @@ class FileMonitor(ErrorMonitor):
     """Keeps faulty nodes in a file, one JSON object per line, for whoever acts on them. It is only ever added to."""
 
     def __init__(self, path: str) -> None:
+        """Make its folder; raise :class:`ConfigError` where no such file can be. A disk that is full now may not be later."""
         self.path = Path(path).expanduser()
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+        except (FileNotFoundError, FileExistsError, NotADirectoryError, PermissionError) as error:
+            raise _no_such_file(path, error.strerror) from error
+        if self.path.is_dir() or not os.access(self.path if self.path.exists() else self.path.parent, os.W_OK):
+            raise _no_such_file(path, "Is a directory" if self.path.is_dir() else "it is not writable")
 
     def mark(self, fault: NodeFault) -> None:
         """Add a line, unless it is there, and see that it is on the disk."""
@@ -75,6 +83,10 @@ class FileMonitor(ErrorMonitor):
                 os.close(folder)
 
 
+def _no_such_file(path: str, why: str | None) -> ConfigError:
+    return ConfigError(f"error_monitor='file:{path}': it can't be written: {why}. Nothing was started.")
+
+
 def _read(line: bytes) -> Any:
     try:
         return json.loads(line)
@@ -87,11 +99,13 @@ def load(spec: str) -> ErrorMonitor:
     word = spec.strip()
     if word.startswith(_FILE) and len(word) > len(_FILE):
         return FileMonitor(word[len(_FILE) :])
+    if word in ("file", _FILE):
+        raise ConfigError(f"error_monitor={spec!r}: which file? The form is file:PATH. Nothing was started.")
     module_name, separator, name = word.partition("::")
     if separator and module_name and name:
         try:
             found = getattr(importlib.import_module(module_name), name)
-        except (ImportError, AttributeError) as error:
+        except (ImportError, AttributeError, SyntaxError) as error:
             raise ConfigError(f"error_monitor={spec!r}: {error}. Nothing was started.") from error
         return _made(found, spec)
     points = {point.name: point for point in importlib.metadata.entry_points(group=GROUP)}
@@ -110,6 +124,10 @@ def _made(found: Any, spec: str) -> ErrorMonitor:
     if inspect.isabstract(found):
         missing = ", ".join(sorted(found.__abstractmethods__))
         raise ConfigError(f"error_monitor={spec!r} does not define {missing}. Nothing was started.")
+    try:
+        inspect.signature(found).bind()
+    except TypeError as error:
+        raise ConfigError(f"error_monitor={spec!r} is made without arguments: {error}. Nothing was started.") from error
     return found()
 
 
@@ -117,7 +135,7 @@ class Marker:
     """The launcher's side. ``spec`` is the setting; with ``none`` nobody is told."""
 
     def __init__(self, spec: str, timeout: float) -> None:
-        """Try the monitor out; raise :class:`ConfigError` for anything that is wrong with it."""
+        """Try the monitor out; raise :class:`ConfigError` for one that can't be meant."""
         self._spec = spec
         self._timeout = timeout
         self._open: dict[NodeFault, str] = {}  # what is not marked yet, with the last error
@@ -126,10 +144,14 @@ class Marker:
         self._thread: threading.Thread | None = None
         self._attempt: subprocess.Popen[bytes] | None = None
         if spec != NONE:
-            why = self._run("rehearse", b"", _IMPORT_S)
-            if why:
+            code, why = self._run("rehearse", b"", _IMPORT_S)
+            if code == _REFUSED:
                 raise ConfigError(
                     why if "error_monitor" in why else f"error_monitor={spec!r}: {why}. Nothing was started."
+                )
+            if why:
+                _LOG.warning(
+                    "error_monitor=%r: %s. Training goes on; it is tried again when there is a fault.", spec, why
                 )
 
     def tell(self, fault: NodeFault) -> None:
@@ -177,7 +199,7 @@ class Marker:
                 if due is None or when > now:
                     self._changed.wait(when - now)
                     continue
-            why = self._run("mark", due.as_message().encode(), self._timeout)
+            _, why = self._run("mark", due.as_message().encode(), self._timeout)
             count = tries.get(due, (0, 0.0))[0]
             with self._changed:
                 if self._closing.is_set():
@@ -192,8 +214,8 @@ class Marker:
                     tries[due] = (count + 1, time.monotonic() + pause)
                 self._changed.notify_all()
 
-    def _run(self, verb: str, text: bytes, timeout: float) -> str:
-        """Run one attempt; return what went wrong, or an empty string."""
+    def _run(self, verb: str, text: bytes, timeout: float) -> tuple[int | None, str]:
+        """Run one attempt; return its exit code, if it ended, and what went wrong, or an empty string."""
         command = [sys.executable, "-m", "resilience.failover.marking", verb, self._spec]
         try:
             self._attempt = subprocess.Popen(
@@ -204,17 +226,18 @@ class Marker:
                 start_new_session=True,
             )
         except OSError as error:
-            return f"it could not be started: {error}"
+            return None, f"it could not be started: {error}"
         try:
             _, said = self._attempt.communicate(text, timeout)
         except subprocess.TimeoutExpired:
-            return f"it did not {verb} within {timeout:g} s"
+            return None, f"it did not {verb} within {timeout:g} s"
         finally:
             _end(self._attempt)
-        if self._attempt.returncode == 0:
-            return ""
+        code = self._attempt.returncode
+        if code == 0:
+            return code, ""
         lines = said.decode("utf-8", "replace").strip().splitlines()
-        return lines[-1] if lines else f"its process ended with {self._attempt.returncode}"
+        return code, lines[-1] if lines else f"its process ended with {code}"
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:

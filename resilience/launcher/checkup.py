@@ -1,19 +1,22 @@
 """``resilience nodecheck``: the node check by hand, on one node or on several that meet in a store.
 
 The check is the launcher's own (:mod:`resilience.nodecheck`); only the board is another one: no cycle runs, so there is no line
-between launchers. A node that is gone is found by its silence alone.
+between launchers. Each node writes a beat into the store; one that is silent for ``--ft-node-silence-timeout`` is gone.
 
 Exit codes: 0 fit, 80 unfit, 75 can't be told, or the other nodes did not come, 2 a flag that can't be meant.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import signal
 import socket
 import sys
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,13 +28,16 @@ from resilience.failover import exits
 from resilience.launcher import lines
 from resilience.launcher.cli import Parser, add_settings, settings_from
 from resilience.nodecheck import accelerators, pairing
-from resilience.nodecheck.crew import Crew
-from resilience.nodecheck.exchange import Board, Examination, Interrupted, Terms
+from resilience.nodecheck.crew import Broken, Crew
+from resilience.nodecheck.exchange import Examination, Interrupted, Terms
 from resilience.nodecheck.judging import Ruling, as_table
 
 _LOG = logging.getLogger("resilience.launcher")
 _JOIN_S = 600
 _STAY_S = 30.0
+_BEAT_S = 2.0
+_SHOWN = 8
+_PER_NODE_S = 0.02  # all nodes read all beats
 
 
 class Alone:
@@ -52,13 +58,24 @@ class Alone:
         """See :class:`Board`."""
         return {}
 
+    def close(self) -> None:
+        """Let go of it."""
+
 
 class StoreBoard(Alone):
-    """A board in torch's store."""
+    """A board in torch's store. A thread of its own writes this node's beat and looks at the others'."""
 
-    def __init__(self, store: Any) -> None:
+    def __init__(self, store: Any, me: int, names: Sequence[str], silence: float) -> None:
+        """All of ``names`` must have written their first beat: :func:`join` sees to it."""
         super().__init__()
         self._store = store
+        self._me = me
+        self._names = names
+        self._silence = silence
+        self._lost: dict[int, str] = {}
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="resilience-beat", daemon=True)
+        self._thread.start()
 
     def post(self, key: str, text: str) -> None:
         """See :class:`Board`."""
@@ -70,9 +87,54 @@ class StoreBoard(Alone):
         own = super().peek(key)
         return own if own is not None else bytes(self._store.get(key)).decode() if self._store.check([key]) else None
 
+    def lost_nodes(self) -> Mapping[int, str]:
+        """See :class:`Board`."""
+        return dict(self._lost)
+
+    def close(self) -> None:
+        """Stop the thread: nothing must call the store while the process ends."""
+        self._closed.set()
+        self._thread.join(_BEAT_S)
+
+    def _beat(self) -> None:
+        every = min(self._silence / 4, max(_BEAT_S, len(self._names) * _PER_NODE_S))
+        others = [node for node in range(len(self._names)) if node != self._me]
+        seen: dict[int, tuple[bytes, float]] = {}
+        count, looked = 0, time.monotonic()
+        with contextlib.suppress(RuntimeError):  # a store that is gone: the check itself finds out
+            while not self._closed.wait(every):
+                count += 1
+                self._store.set(f"beat/{self._me}", str(count))
+                beats = self._store.multi_get([f"beat/{node}" for node in others])
+                now = time.monotonic()
+                paused, looked = (
+                    now - looked > 4 * every,
+                    now,
+                )  # we were stopped ourselves: everybody gets another chance
+                for node, beat in zip(others, map(bytes, beats), strict=True):
+                    last, since = seen.get(node, (b"", now))
+                    seen[node] = (beat, now if paused or beat != last else since)
+                    if now - seen[node][1] > self._silence:
+                        self._lost.setdefault(node, f"{self._names[node]} has been silent for {self._silence:g} s")
+
+
+def join(store: Any, me: int, name: str, nodes: int, silence: float) -> tuple[StoreBoard, tuple[str, ...]]:
+    """Write who we are, and wait until everybody has; return the board and everybody's name."""
+    store.set(f"beat/{me}", "0")
+    store.set(f"name/{me}", name)
+    names = tuple(bytes(store.get(f"name/{node}")).decode() for node in range(nodes))
+    return StoreBoard(store, me, names, silence), names
+
 
 def main(argv: list[str]) -> int:
     """Check; print a table and a verdict; return the exit code."""
+    try:
+        return _main(argv)
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+
+
+def _main(argv: list[str]) -> int:
     if sys.platform != "linux":
         raise UnsupportedPlatform(f"resilience nodecheck needs Linux; this is {sys.platform}.")
     parser = Parser(prog="resilience nodecheck", description="Check whether this node is fit to train.")
@@ -91,11 +153,14 @@ def main(argv: list[str]) -> int:
     add_settings(parser)
     args = parser.parse_args(argv)
     settings = settings_from(args)
+    if args.nproc_per_node < 1:
+        raise ConfigError(f"--nproc-per-node={args.nproc_per_node}: it must be at least 1. Nothing was started.")
     lines.start(settings.launcher.log_level)
     accelerators.check_name(settings.nodes.accelerator)
     crew = Crew(settings.nodes.accelerator, config.environment())
     try:
-        crew.start()
+        with contextlib.suppress(Broken):  # it is when it is asked, too
+            crew.start()
         return _check(args, settings, crew)
     finally:
         crew.close()
@@ -105,7 +170,7 @@ def main(argv: list[str]) -> int:
 class Party:
     """Who checks whom. ``venue`` serves the store for as long as it is held."""
 
-    board: Board
+    board: Alone
     me: int
     names: tuple[str, ...]
     venue: Any = None
@@ -117,8 +182,11 @@ class Party:
             return
         self.venue.leave()  # the next check in the same store begins anew
         deadline = time.monotonic() + (_STAY_S if self.venue.hosts_the_store else 0.0)
-        others = range(len(self.names))
-        while time.monotonic() < deadline and any(self.board.peek(f"done/{node}") is None for node in others):
+        while time.monotonic() < deadline and any(
+            self.board.peek(f"done/{node}") is None
+            for node in range(len(self.names))
+            if node not in self.board.lost_nodes()
+        ):
             time.sleep(0.05)
 
 
@@ -131,7 +199,7 @@ def _check(args: Any, settings: Settings, crew: Crew) -> int:
         sys.stderr.write(f"resilience nodecheck: the nodes did not come together at {args.rdzv_endpoint}: {error}\n")
         return exits.CUT_OFF
     terms = Terms(
-        folder=settings.launcher.run_dir or str(Path.cwd()),
+        folder=str(Path(settings.launcher.run_dir or "").expanduser().absolute()),
         address=args.local_addr or socket.getfqdn(),
         wanted=args.nproc_per_node,
         timeout=settings.nodes.node_check_timeout,
@@ -139,7 +207,7 @@ def _check(args: Any, settings: Settings, crew: Crew) -> int:
     )
     start = time.monotonic()
     try:
-        ruling = Examination(party.board, party.me, len(party.names), crew=crew, terms=terms).run()
+        ruling = Examination(party.board, party.me, party.names, crew=crew, terms=terms).run()
         code = _code(ruling, party.me, settings)
         verdict = f"{party.names[party.me]}: {ruling.judgements[party.me].state}"
         took = time.monotonic() - start
@@ -149,6 +217,8 @@ def _check(args: Any, settings: Settings, crew: Crew) -> int:
     except (Interrupted, RuntimeError) as why:  # RuntimeError: torch's, of a store that is gone
         sys.stderr.write(f"resilience nodecheck: {why}. There is no verdict on this node.\n")
         return exits.CUT_OFF
+    finally:
+        party.board.close()
     return code
 
 
@@ -181,7 +251,6 @@ def _meet(args: Any, settings: Settings) -> Party:
         raise ConfigError(f"--nnodes={args.nnodes}, --rdzv-conf={args.rdzv_conf}: {error}") from error
     venue = open_venue(parameters, settings)
     info = venue.handler.next_rendezvous()
-    board = StoreBoard(info.store)
-    board.post(f"name/{info.rank}", name)
-    names = tuple(bytes(info.store.get(f"name/{node}")).decode() for node in range(info.world_size))
+    board, names = join(info.store, info.rank, name, info.world_size, settings.launcher.node_silence_timeout)
+    _LOG.info("%s nodes have come together and check each other: %s.", len(names), ", ".join(names[:_SHOWN]))
     return Party(board, info.rank, names, venue)

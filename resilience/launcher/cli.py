@@ -144,7 +144,11 @@ def _run(args: Any, settings: Settings) -> int:
     # Its lines name whoever was ended last; the report names the culprit.
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").addFilter(lines.says_more_than_the_report)
     torch.multiprocessing._set_thread_name("pt_elastic")
-    session = Session(_job(args, settings))
+    try:
+        session = Session(_job(args, settings))
+    except NotWanted as error:
+        log.error("%s This launcher ends with exit code %s.", error.outcome.why, error.outcome.exit_code)
+        return error.outcome.exit_code
     try:
         record(session.run)()  # torch's record: an outer launcher finds the first failure in its error file
     except ConfigError:  # an accelerator that only its own process could try

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from resilience import config
-from resilience.config import NodeConfig
+from resilience.config import NodeConfig, Settings
 from resilience.failover import exits, sentence
 from resilience.failover.error_monitor import CHECK_FAILED, STRAGGLER, NodeFault
 from resilience.launcher import cuda
@@ -99,7 +99,8 @@ class Fitness:
         start = time.monotonic()
         if not self._passed:
             _LOG.info("this node and %s more are checked before the workers start.", len(link.nodes) - 1)
-        examination = Examination(link, link.me, len(link.nodes), crew=self._crew, terms=self._terms)
+        names = [node.title for node in link.nodes]
+        examination = Examination(link, link.me, names, crew=self._crew, terms=self._terms)
         try:
             ruling = examination.run(self._passed)
         except Interrupted as why:
@@ -112,7 +113,6 @@ class Fitness:
             cuda.wait_until_free(pids, _FREE_S)  # the workers need all of the devices' memory
         if ruling.skipped:
             return Result(True)
-        names = [node.title for node in link.nodes]
         took = time.monotonic() - start
         _LOG.info("node check (%.1f s):\n%s", took, as_table(ruling, names))
         result = consequences(
@@ -145,6 +145,12 @@ def consequences(
     elif mine is not None:
         outcome = Outcome(exits.CUT_OFF, ruling.note or mine.why)
     return Result(False, outcome, fault, tuple(verdicts), _report(ruling, (*unfit, *lost), nodes, cycle))
+
+
+def own_fault(settings: Settings, why: str, run: str, at: float) -> NodeFault:
+    """Return the fault of this node, as far as it can be told before the nodes have come together."""
+    name = settings.failover.node_name or socket.gethostname()
+    return NodeFault(name, CHECK_FAILED, f"node check: {why}", run=run, at=at)
 
 
 def departed(nodes: Sequence[Node]) -> list[dict[str, Any]]:

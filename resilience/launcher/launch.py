@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +27,7 @@ from resilience.failover.extension import Extension
 from resilience.failover.failure import HARDWARE_CODES
 from resilience.failover.marking import Marker
 from resilience.groups import topology
-from resilience.launcher import cuda, deadlines, lines, rundir
+from resilience.launcher import cuda, deadlines, fitness, lines, rundir
 from resilience.launcher.agent import Agent
 from resilience.launcher.coroner import Coroner
 from resilience.launcher.court import Court
@@ -34,6 +35,7 @@ from resilience.launcher.fitness import Fitness
 from resilience.launcher.hub import Hub
 from resilience.launcher.logs import Console, CycleLogs
 from resilience.launcher.meeting import NotWanted
+from resilience.launcher.roster import Outcome
 from resilience.launcher.signals import STOP, Prompt, end_on_signals
 from resilience.launcher.venue import Venue, open_venue
 from resilience.observe import report as reports
@@ -67,10 +69,14 @@ class Session:
         self.extension = Extension(path, timeout) if path else None
         nodes = job.settings.nodes
         self.marker = Marker(nodes.error_monitor, nodes.error_monitor_timeout)
-        self.run_dir = rundir.make_run_dir(job.settings.launcher.run_dir, job.launch.run_id)
-        self.fitness = self._fitness() if nodes.network_check else None
-        self.scratch = rundir.Scratch()
         try:
+            self.run_dir = rundir.make_run_dir(job.settings.launcher.run_dir, job.launch.run_id)
+            self.scratch = rundir.Scratch()
+        except rundir.DiskFault as error:
+            raise (self._unfit(str(error)) if nodes.network_check else error) from error
+        self.fitness: Fitness | None = None
+        try:
+            self.fitness = self._fitness() if nodes.network_check else None
             self.hub = Hub(job.settings, job.launch.nproc_per_node, self.scratch.path)
         except BaseException:
             self.scratch.remove()
@@ -82,6 +88,15 @@ class Session:
         self.last_words: reports.Report | None = None
         self.agent: Agent | None = None
         self._prompt = Prompt(self.end_promptly)
+
+    def _unfit(self, why: str) -> NotWanted:
+        """Report that this node can't even begin; there is no check to do it, and no other node to ask."""
+        fault = fitness.own_fault(self.job.settings, why, self.job.launch.run_id, time.time())
+        self.tell_of(fault)
+        self.marker.close()
+        if self.extension is not None:
+            self.extension.close()
+        return NotWanted(Outcome(exits.UNFIT, f"node {fault.node} is not fit and does not train: {why}"))
 
     def _fitness(self) -> Fitness:
         launch = self.job.launch

@@ -7,6 +7,7 @@ launcher was killed, and by the next launcher of this user when both were.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import shutil
@@ -22,6 +23,11 @@ _MAX_PARENT_BYTES = 70
 _JUST_MADE_S = 60.0
 _TRIES, _AGAIN_S = 5, 0.05
 _STILL_WRITTEN_S = 24 * 3600.0
+_DISK_AT_FAULT = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO})
+
+
+class DiskFault(ConfigError):  # noqa: N818 - reads as what it is
+    """A directory can't be made because its disk is full, read-only or broken: another node may do better with the same flags."""
 
 
 def make_run_dir(wanted: str | None, run_id: str) -> Path:
@@ -36,12 +42,16 @@ def make_run_dir(wanted: str | None, run_id: str) -> Path:
         if wanted is not None:
             _set_aside(path, run_id)
     except OSError as error:
-        raise ConfigError(
+        raise _refusal(error)(
             f"the run's directory {path} can't be made: {error.strerror}. Nothing was started. Give another with --ft-run-dir."
         ) from error
     if wanted is None:
         _prune(path.parent)
     return path
+
+
+def _refusal(error: OSError) -> type[ConfigError]:
+    return DiskFault if error.errno in _DISK_AT_FAULT else ConfigError
 
 
 def _set_aside(path: Path, run_id: str) -> None:
@@ -91,9 +101,14 @@ class Scratch:
         prefix = f"resilience-{os.getuid()}-"
         for stale in parent.glob(prefix + "*"):
             _sweep(stale)
-        self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
-        self._lock = _lock(self.path / "owner.new", create=True)
-        (self.path / "owner.new").rename(self.path / "owner")  # locked before anybody can find it
+        try:
+            self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+            self._lock = _lock(self.path / "owner.new", create=True)
+            (self.path / "owner.new").rename(self.path / "owner")  # locked before anybody can find it
+        except OSError as error:
+            raise _refusal(error)(
+                f"the folder for the launcher's socket can't be made in {parent}: {error.strerror}. Nothing was started."
+            ) from error
 
     def remove(self) -> None:
         """Take it away. Somebody who is ending too may put something into it, or take it out, meanwhile."""

@@ -33,6 +33,9 @@ class Accelerator:
     type = ""  # torch's: torch.device(type)
     backend = ""  # torch.distributed's
     size = 4096  # of the square matrices of the GEMM
+    burst = (
+        20  # products in a row that are timed as one: a device needs less for one than a clock and a scheduler can tell
+    )
     dtype = "float16"  # of the GEMM; small whole numbers are exact in it, so the product is either right or wrong
     gather_mib = 16  # what each device sends in the all-gather
 
@@ -98,6 +101,7 @@ class Cpu(Accelerator):
     type = "cpu"
     backend = "gloo"
     size = 512
+    burst = 1
     dtype = "float32"
     gather_mib = 1
 
@@ -161,7 +165,17 @@ def check_name(text: str) -> None:
 def load(text: str) -> Accelerator:
     """Find the class and make the object; raise :class:`ConfigError` where there is none. What it imports may raise anything."""
     check_name(text)
-    word = text.strip()
+    made = _find(text.strip())
+    for what in ("size", "burst", "gather_mib"):
+        number = getattr(made, what)
+        if not isinstance(number, int) or number < 1:
+            raise ConfigError(
+                f"accelerator={text!r}: its {what} is {number!r}; a whole number from 1 up is needed. Nothing was started."
+            )
+    return made
+
+
+def _find(word: str) -> Accelerator:
     if "::" in word:
         return _from_module(word)
     plain = _plain(word)

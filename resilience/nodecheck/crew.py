@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import signal
 import socket
@@ -22,17 +23,44 @@ from typing import IO, Any, NoReturn
 
 from resilience.errors import ConfigError
 
+_LOG = logging.getLogger("resilience.nodecheck")
+REMIND_S = 15.0
 LOAD_S = 120.0  # to import torch from a slow file system, and an accelerator's own modules
 _LOOK_S = 0.1
 _LEAVE_S = 2.0
 _TAIL = 600
+_LONGEST = 800
 _QUIET: Mapping[str, str] = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 Answer = dict[str, Any]
 
 
+def harmless(text: str) -> str:
+    """Return what a check said as one line of bounded length that no terminal, log or JSON stumbles over."""
+    line = " ".join("".join(letter if letter.isprintable() or letter.isspace() else "?" for letter in text).split())
+    return line if len(line) <= _LONGEST else f"{line[:_LONGEST]}…"
+
+
 class Broken(Exception):  # noqa: N818 - reads as what it is
     """A check did not go well; the message says how."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__(harmless(how))
+
+
+class Reminder:
+    """Says now and then what is waited for, and how long at most: nobody should have to guess at a silent terminal."""
+
+    def __init__(self, deadline: float) -> None:
+        self._deadline = deadline
+        self._due = time.monotonic() + REMIND_S
+
+    def say(self, what: str) -> None:
+        """Say it, if it is time."""
+        now = time.monotonic()
+        if now >= self._due:
+            self._due = now + REMIND_S
+            _LOG.info("the node check waits for %s, %.0f s more at most.", what, max(0.0, self._deadline - now))
 
 
 class _Hand:
@@ -40,8 +68,11 @@ class _Hand:
 
     def __init__(self, accelerator: str, index: int, environment: Mapping[str, str]) -> None:
         self.index = index
+        try:
+            self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
+        except OSError as error:
+            raise Broken(f"the check could not be started, there is no place for its log: {error}") from None
         ours, theirs = socket.socketpair()
-        self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
         command = [sys.executable, "-m", "resilience.nodecheck.process", accelerator, str(index), str(theirs.fileno())]
         try:
             self._process = subprocess.Popen(
@@ -76,7 +107,9 @@ class _Hand:
     def answer(self, what: str, deadline: float, timeout: float, give_up: Callable[[], str]) -> Answer:
         """Return what it says before the deadline, which was ``timeout`` seconds away once; ``give_up()`` may say in words why
         nobody waits any longer."""
+        reminder = Reminder(deadline)
         while b"\n" not in self._heard:
+            reminder.say(f"{what} on this node")
             left = deadline - time.monotonic()
             if left <= 0:
                 raise Broken(f"{what} did not end within {timeout:g} s{self._last_words()}")
@@ -110,7 +143,7 @@ class _Hand:
         code = self._process.returncode
         if code is None:
             return "its process does not speak any more"
-        how = f"signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"exit code {code}"
+        how = _signal(-code) if code < 0 else f"exit code {code}"
         return f"its process ended with {how}{self._last_words()}"
 
     def _last_words(self) -> str:
@@ -134,6 +167,13 @@ class _Hand:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         self._log.close()
+
+
+def _signal(number: int) -> str:
+    try:
+        return f"signal {number} ({signal.Signals(number).name})"
+    except ValueError:  # most of the real-time signals have no name
+        return f"signal {number}"
 
 
 class Crew:
@@ -167,7 +207,7 @@ class Crew:
                 if "refused" in said:
                     self.close()
                     raise ConfigError(str(said["refused"]))
-                self.accelerator, self.devices = str(said["accelerator"]), int(said["devices"])
+                self.accelerator, self.devices = harmless(str(said["accelerator"])), int(said["devices"])
                 self.host_only = said["type"] == "cpu"
             if len(self._hands) >= self.devices:
                 return
@@ -254,5 +294,6 @@ def titles(answers: Sequence[Answer]) -> str:
     """Return what the devices are called: ``8 × NVIDIA H100``."""
     counted: dict[str, int] = {}
     for answer in answers:
-        counted[str(answer["device"])] = counted.get(str(answer["device"]), 0) + 1
+        name = harmless(str(answer["device"]))
+        counted[name] = counted.get(name, 0) + 1
     return ", ".join(name if number == 1 else f"{number} × {name}" for name, number in counted.items())

@@ -21,8 +21,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from resilience.nodecheck.crew import LOAD_S, Broken, Crew, titles
-from resilience.nodecheck.judging import Alone, Judgement, Ruling, judge, slow_alone, sound
+from resilience.nodecheck.crew import LOAD_S, Broken, Crew, Reminder, titles
+from resilience.nodecheck.judging import Alone, Judgement, Ruling, fitting, judge, slow_alone, sound
 from resilience.nodecheck.pairing import (
     HEALTHY,
     MOST_ROUNDS,
@@ -40,6 +40,7 @@ _PER_NODE_S = 1 / 5000  # a thousand nodes look five times a second
 _GREET_S = 30.0
 _MARGIN_S = 10.0
 _GRACE_S = 0.5
+_SHOWN = 8
 
 
 class Board(Protocol):
@@ -83,10 +84,11 @@ class Terms:
 class Examination:
     """One check, as one node takes part in it."""
 
-    def __init__(self, board: Board, me: int, nodes: int, *, crew: Crew, terms: Terms) -> None:
+    def __init__(self, board: Board, me: int, names: Sequence[str], *, crew: Crew, terms: Terms) -> None:
         self._board = board
         self._me = me
-        self._nodes = nodes
+        self._names = names
+        self._nodes = len(names)
         self._crew = crew
         self._terms = terms
         self._ahead_s = 0.0  # our clock less node 0's
@@ -129,7 +131,7 @@ class Examination:
             heard = self._collect("alone", range(self._nodes), patience)
             self._told = {node: Alone.from_json(item) for node, item in heard.items()}
             groups = first(sound(self._told, terms.wanted))
-            again = sorted(slow_alone(self._told, terms.wanted, terms.rule))
+            again = sorted(slow_alone(self._told, terms.wanted, fitting(self._told, terms.rule)))
         else:
             self._hear_trials(number - 1, patience)
             groups = following(self._evidence(), number - 1)
@@ -142,7 +144,8 @@ class Examination:
         self._post(f"step/{number}", {"ruling": ruling.as_json()})
 
     def _evidence(self) -> Evidence:
-        return Evidence(sound(self._told, self._terms.wanted), self._trials, self._vanished, self._terms.rule)
+        rule = fitting(self._told, self._terms.rule)
+        return Evidence(sound(self._told, self._terms.wanted), self._trials, self._vanished, rule)
 
     def _hear_trials(self, number: int, patience: float) -> None:
         members = [node for group in self._groups for node in group]
@@ -151,7 +154,8 @@ class Examination:
         for group in self._groups:
             said = [heard[node] for node in group if node in heard]
             passed = len(said) == len(group) and all(item["passed"] for item in said)
-            self._trials.append(Trial(group, passed, max((item["seconds"] for item in said), default=0.0)))
+            words = tuple(heard[node]["why"] if node in heard else "" for node in group)
+            self._trials.append(Trial(group, passed, max((item["seconds"] for item in said), default=0.0), words))
         for node, item in heard.items():
             if item.get("alone"):
                 self._told[node] = Alone.from_json(item["alone"])
@@ -159,6 +163,7 @@ class Examination:
     def _collect(self, what: str, nodes: Sequence[int], patience: float) -> dict[int, dict[str, Any]]:
         """Return what the nodes wrote; without those that are lost, or do not write in time."""
         deadline = time.monotonic() + patience
+        reminder = Reminder(deadline)
         found: dict[int, dict[str, Any]] = {}
         missing = list(nodes)
         while missing and time.monotonic() < deadline:
@@ -170,6 +175,7 @@ class Examination:
             gone = set(self._board.lost_nodes())
             missing = [node for node in missing if node not in gone]
             if missing:
+                reminder.say(self._called(missing))
                 self._pause()
         return found
 
@@ -261,6 +267,7 @@ class Examination:
 
     def _find(self, key: str, patience: float, give_up: Callable[[], str]) -> dict[str, Any]:
         deadline = time.monotonic() + patience
+        reminder = Reminder(deadline)
         while time.monotonic() < deadline:
             text = self._board.peek(_key(key))
             if text is not None:
@@ -269,12 +276,14 @@ class Examination:
             why = give_up()
             if why:
                 raise Broken(why)
+            reminder.say("the first node of its group")
             self._pause()
         raise Broken("the first node of the group did not open a store in time")
 
     def _await(self, key: str, patience: float) -> dict[str, Any]:
         """Wait for what node 0 says."""
         deadline = time.monotonic() + patience
+        reminder = Reminder(deadline)
         while time.monotonic() < deadline:
             text = self._board.peek(_key(key))
             if text is not None:
@@ -283,11 +292,17 @@ class Examination:
             gone = self._board.lost_nodes().get(0)
             if gone is not None and self._me != 0:
                 raise Interrupted(gone)
+            reminder.say(f"{self._called([0])}, which hears all nodes and says what is next")
             self._pause()
         raise Interrupted(f"node 0 did not say what is next ({key}) within {patience:g} s")
 
     def _post(self, key: str, message: Mapping[str, Any]) -> None:
         self._board.post(_key(key), json.dumps(message))
+
+    def _called(self, nodes: Sequence[int]) -> str:
+        """Return what nodes are called, of many the first."""
+        shown = ", ".join(f"node {node} ({self._names[node]})" for node in nodes[:_SHOWN])
+        return shown + (f" and {len(nodes) - _SHOWN} more" if len(nodes) > _SHOWN else "")
 
     def _pause(self) -> None:
         time.sleep(_LOOK_S + self._nodes * _PER_NODE_S)

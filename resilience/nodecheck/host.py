@@ -33,7 +33,7 @@ class Findings:
 def look(
     folder: str, *, proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup"), shm: str = "/dev/shm"
 ) -> Findings:
-    """Look at the host. ``folder`` is the run's directory."""
+    """Look at the host. ``folder`` is the run's directory; one that is yet to be made is looked at where it would be."""
     found = Findings()
     _disk(found, folder)
     _memory(found, proc, cgroup)
@@ -42,8 +42,10 @@ def look(
 
 
 def _disk(found: Findings, folder: str) -> None:
-    path = Path(folder) / f".nodecheck-{os.getpid()}"
     start = time.perf_counter()
+    place = Path(folder)
+    place = next((it for it in (place, *place.parents) if it.exists()), place)
+    folder, path = str(place), place / f".nodecheck-{os.getpid()}"
     try:
         room = os.statvfs(folder)
         free = room.f_bavail * room.f_frsize / _MIB

@@ -111,6 +111,12 @@ def sound(told: Mapping[int, Alone], wanted: int) -> list[int]:
     return [node for node in sorted(told) if not own_fault(node, told, wanted)]
 
 
+def fitting(told: Mapping[int, Alone], rule: Rule) -> Rule:
+    """Return the rule for what these nodes have."""
+    hosts_only = all(it.host_only for it in told.values() if it.devices)
+    return rule if hosts_only else dataclasses.replace(rule, floor=pairing.DEVICE_FLOOR)
+
+
 def slow_alone(told: Mapping[int, Alone], wanted: int, rule: Rule) -> frozenset[int]:
     """Return the nodes whose devices take much longer than the others'. They try once more before they are judged."""
     return pairing.slow_ones({node: told[node].seconds for node in sound(told, wanted)}, rule)
@@ -128,7 +134,8 @@ def judge(nodes: int, told: Mapping[int, Alone], evidence: Evidence, wanted: int
             found.append(Judgement(node, VANISHED, "it was gone before the check was over"))
             continue
         mine = told[node]
-        state, why = _state(node, told, by_trials, wanted)
+        fault = own_fault(node, told, wanted)
+        state, why = (FAULTY, fault) if fault else _by_trials(node, by_trials.get(node, HEALTHY), evidence)
         if state == HEALTHY and node in slow and median:
             state = STRAGGLER
             why = f"its GEMM takes {mine.seconds:.3g} s, {mine.seconds / median:.1f} times the median of {median:.3g} s"
@@ -143,16 +150,13 @@ def judge(nodes: int, told: Mapping[int, Alone], evidence: Evidence, wanted: int
     return Ruling(tuple(found), note, not all_alone, rounds)
 
 
-def _state(node: int, told: Mapping[int, Alone], by_trials: Mapping[int, str], wanted: int) -> tuple[str, str]:
-    fault = own_fault(node, told, wanted)
-    if fault:
-        return FAULTY, fault
-    state = by_trials.get(node, HEALTHY)
+def _by_trials(node: int, state: str, evidence: Evidence) -> tuple[str, str]:
+    """Say what its trials mean for a node, and in whose words they failed."""
     why = {
         FAULTY: "its all-gather failed with nodes that get through to others",
         UNDECIDED: "its all-gather failed, and with nobody to compare it can't be told whose fault that is",
     }
-    return state, why.get(state, "")
+    return state, ": ".join(filter(None, (why[state], evidence.words(node)))) if state in why else ""
 
 
 def _slow_network(evidence: Evidence, node: int) -> str:

@@ -28,17 +28,20 @@ Group = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Trial:
-    """One group that was tried together. ``seconds`` is what it took where it passed."""
+    """One group that was tried together. ``seconds`` is what it took where it passed, ``words`` what its nodes say went wrong, in
+    the group's order; empty for those with nothing to say."""
 
     group: Group
     passed: bool
     seconds: float = 0.0
+    words: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Rule:
     """What makes a straggler: more than ``factor`` times the median, and by more than ``floor`` seconds (clocks and schedulers
-    are not exact: of two tasks that take a millisecond one may take three)."""
+    are not exact: of two tasks that take a millisecond one may take three). The host's processors are shared with everything that
+    runs there, an accelerator is not: its floor is :data:`DEVICE_FLOOR`."""
 
     factor: float = 2.0
     floor: float = 0.05
@@ -49,6 +52,7 @@ class Rule:
 
 
 USUAL = Rule()
+DEVICE_FLOOR = 0.002
 
 
 def typical(seconds: Iterable[float]) -> float | None:
@@ -113,6 +117,15 @@ class Evidence:
     def seconds(self, node: int) -> float | None:
         """Return the best time of a node in a trial that passed."""
         return min((trial.seconds for trial in self.tried.get(node, ()) if trial.passed), default=None)
+
+    def words(self, node: int) -> str:
+        """Return what a node says of its last failure; else what somebody in its company does."""
+        for trial in reversed([it for it in self.tried.get(node, ()) if not it.passed]):
+            said = dict(zip(trial.group, trial.words, strict=False))
+            heard = [f"node {other} says: {words}" for other, words in said.items() if words]
+            if said.get(node) or heard:
+                return said.get(node) or heard[0]
+        return ""
 
 
 def following(evidence: Evidence, rounds: int) -> tuple[Group, ...]:

@@ -15,13 +15,15 @@ import ctypes
 import dataclasses
 import importlib
 import json
+import operator
 import os
+import reprlib
 import signal
 import socket
 import sys
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, SupportsIndex
 
 from resilience.errors import ConfigError
 from resilience.nodecheck import host, tasks
@@ -30,6 +32,7 @@ from resilience.nodecheck.accelerators import Accelerator, load
 Message = dict[str, Any]
 _PR_SET_PDEATHSIG = 1
 _LONGEST = 2000
+MOST_DEVICES = 1024
 
 
 class Worker:
@@ -95,6 +98,17 @@ def in_words(error: BaseException) -> str:
     return (kind + said)[:_LONGEST] if said else type(error).__name__
 
 
+def counted(accelerator: Accelerator) -> int:
+    """Return how many devices there are; raise for what can't be a number of devices. Each has a process of its own."""
+    said: Any = accelerator.count()
+    number = operator.index(said) if isinstance(said, SupportsIndex) else -1
+    if not 0 <= number <= MOST_DEVICES:
+        raise tasks.WrongResult(
+            f"count() says {reprlib.repr(said)}; it must be a whole number from 0 to {MOST_DEVICES}"
+        )
+    return number
+
+
 def main(name: str, index: int, fd: int) -> None:
     """Serve one launcher until it is gone."""
     if sys.platform == "linux":
@@ -107,7 +121,7 @@ def main(name: str, index: int, fd: int) -> None:
 
         try:
             accelerator = load(name)
-            devices = accelerator.count()
+            devices = counted(accelerator)
         except (
             ConfigError,
             ModuleNotFoundError,

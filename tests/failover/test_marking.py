@@ -60,7 +60,20 @@ def test_launchers_that_share_a_file_lose_no_line(tmp_path: Path) -> None:
 
 def test_typo_names_the_nearest() -> None:
     with pytest.raises(ConfigError, match="Did you mean 'file'"):
-        load("file:")
+        load("fiel:/tmp/x")
+
+
+@pytest.mark.parametrize("spec", ["file", "file:"])
+def test_file_without_a_path_is_asked_for_it(spec: str) -> None:
+    with pytest.raises(ConfigError, match="which file"):
+        load(spec)
+
+
+@pytest.mark.parametrize("where", ["/proc/x/y", "{folder}/file/y", "{folder}"])
+def test_file_that_can_not_be_is_refused(tmp_path: Path, where: str) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="can't be written"):
+        load(f"file:{where.format(folder=tmp_path)}")
 
 
 def test_entry_point_is_found_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,10 +93,19 @@ class Unfinished(ErrorMonitor):
     """Forgot the one method."""
 
 
+class Demanding(ErrorMonitor):
+    """Wants to be told where."""
+
+    def __init__(self, url: str) -> None: ...
+
+    def mark(self, fault: NodeFault) -> None: ...
+
+
 @pytest.mark.parametrize(
     ("spec", "words"),
     [
         ("tests.failover.test_marking::Unfinished", "does not define mark"),
+        ("tests.failover.test_marking::Demanding", "made without arguments: missing a required argument: 'url'"),
         ("tests.failover.test_marking::Nobody", "Nobody"),
         ("tests.failover.nowhere::Nobody", "No module named"),
         ("tests.failover.test_marking::NodeFault", "does not derive from"),
@@ -103,6 +125,10 @@ from resilience.failover.error_monitor import ErrorMonitor
 HERE = Path(__file__).parent
 class Fickle(ErrorMonitor):
     "Fails, hangs or dies as often as it is told, then marks."
+    def __init__(self):
+        if (HERE / "outage").exists():
+            (HERE / "outage").unlink()
+            raise ConnectionError("the service is away")
     def mark(self, fault):
         plan = (HERE / "plan").read_text().split()
         (HERE / "tries").open("a").write("x")
@@ -161,6 +187,20 @@ def test_what_could_not_be_marked_is_said_at_the_end_with_what_to_do(
 def test_wrong_monitor_is_found_before_anything_is_started(fickle: Path) -> None:
     with pytest.raises(ConfigError, match="has no attribute 'Fickel'"):
         Marker("fickle::Fickel", timeout=10.0)
+
+
+@pytest.mark.spawns
+def test_service_that_is_away_at_the_start_is_a_warning_and_marks_are_tried_later(
+    fickle: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("resilience"), "propagate", True)
+    (fickle / "outage").touch()
+    (fickle / "plan").write_text("mark")
+    marker = Marker("fickle::Fickle", timeout=30.0)
+    assert "ConnectionError: the service is away. Training goes on" in caplog.text
+    marker.tell(FAULT)
+    marker.close()
+    assert (fickle / "marked").exists()
 
 
 def test_nobody_is_told_where_nobody_is_configured() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -178,6 +179,28 @@ def test_sigterm_during_the_check_ends_the_launcher_and_its_check_at_once(tmp_pa
         wait_for(lambda: "the node check uses" in it.log() and check_processes(it), "the check")
         it.process.send_signal(signal.SIGTERM)
         assert it.wait(30) == 1, it.log()
+        it.assert_nothing_left()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("flags", "code"), [(["--network-check"], 80), ([], 2)])
+def test_disk_that_takes_no_run_directory_is_a_fault_of_the_node_where_nodes_are_checked(
+    tmp_path: Path, flags: list[str], code: int
+) -> None:
+    alone = ["unshare", "--map-root-user", "--mount"]
+    if subprocess.run([*alone, "true"], check=False, capture_output=True).returncode:
+        pytest.skip("needs a mount namespace: left out is a launcher on a read-only disk")
+    disk, message = tmp_path / "disk", tmp_path / "message"
+    disk.mkdir()
+    mount = [*alone, "sh", "-c", f'mount -t tmpfs -o ro tmpfs {disk} && exec "$@"', "sh"]
+    monitor = [f"--ft-error-monitor=file:{tmp_path}/faults.jsonl", f"--ft-termination-log={message}"]
+    options = [*flags, *monitor, f"--ft-run-dir={disk}/run", "--ft-node-name=n0"]
+    with job(tmp_path / "node", options, SCRIPT, ENV, lambda command: [*mount, *command]) as it:
+        assert it.wait() == code, it.log()
+        assert "can't be made: Read-only file system" in it.log()
+        assert "Traceback" not in it.log()
+        assert marked(tmp_path) == ({"n0": "NodeCheckFailed"} if code == 80 else {})
+        assert message.exists() == (code == 80)
         it.assert_nothing_left()
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import subprocess
@@ -42,6 +43,22 @@ def test_run_directory_lies_below_the_state_folder_and_is_named_by_the_run(state
     assert path.parent == state
     assert "my-job-7" in path.name
     assert stat.S_IMODE(path.stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize(
+    ("number", "at_fault"),
+    [(errno.ENOSPC, True), (errno.EROFS, True), (errno.EDQUOT, True), (errno.EIO, True), (errno.ENOTDIR, False)],
+)
+def test_disk_that_is_at_fault_is_told_from_a_path_that_can_not_be_meant(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, at_fault: bool
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    with pytest.raises(ConfigError, match="can't be made") as refused:
+        rundir.make_run_dir(str(tmp_path / "run"), "x")
+    assert isinstance(refused.value, rundir.DiskFault) == at_fault
 
 
 def test_given_run_directory_is_used_as_it_is(tmp_path: Path, state: Path) -> None:

@@ -72,6 +72,19 @@ class NoDevice(Patient):
         return 0
 
 
+class Odd(Cpu):
+    """Says whatever COUNT is, in Python, when it is asked for its number of devices."""
+
+    def count(self) -> int:
+        return eval(os.environ.get("COUNT", "1"))  # type: ignore[no-any-return]
+
+
+class NoSize(Cpu):
+    """Nothing to multiply."""
+
+    size = 0
+
+
 class NoBackend(Cpu):
     """Something is missing."""
 

@@ -69,3 +69,8 @@ def test_new_processor_needs_two_lines_where_torch_knows_its_devices() -> None:
     assert Meta().count() == 1
     assert Meta().describe(0) == "cpu:0"
     Meta().synchronize()
+
+
+def test_matrices_without_a_size_are_refused() -> None:
+    with pytest.raises(ConfigError, match="its size is 0; a whole number from 1 up"):
+        load("tests.nodecheck.patients::NoSize")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,8 +13,12 @@ from pathlib import Path
 import pytest
 
 from resilience.errors import ConfigError
+from resilience.nodecheck import crew as crew_module
 from resilience.nodecheck.crew import Broken, Crew, titles
+from resilience.nodecheck.process import counted
+from resilience.nodecheck.tasks import WrongResult
 from tests.jobs import alive
+from tests.nodecheck.patients import Odd
 
 pytestmark = pytest.mark.spawns
 ROOT = Path(__file__).parent.parent.parent
@@ -103,6 +109,65 @@ def test_accelerator_that_can_not_be_meant_is_refused(accelerator: str, words: s
     with pytest.raises(ConfigError) as refused, crew(accelerator):
         pass
     assert words in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ("None", "count() says None; it must be a whole number from 0 to 1024"),
+        ("'many'", "count() says 'many'"),
+        ("float('nan')", "count() says nan"),
+        ("[1]", "count() says [1]"),
+        ("-1", "count() says -1"),
+        ("100000", "count() says 100000"),
+    ],
+)
+def test_number_of_devices_that_can_not_be_is_refused_in_words(
+    said: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COUNT", said)
+    with pytest.raises(WrongResult) as wrong:
+        counted(Odd())
+    assert words in str(wrong.value)
+
+
+def test_node_with_a_nonsense_number_of_devices_is_broken() -> None:
+    with (
+        pytest.raises(Broken, match=r"loading the accelerator: count\(\) says None"),
+        crew("tests.nodecheck.patients::Odd", COUNT="None"),
+    ):
+        pass
+
+
+def test_process_that_dies_of_a_signal_without_a_name_is_told_of() -> None:
+    with crew("tests.nodecheck.patients::Odd") as it:
+        os.kill(it.pids()[0], 40)
+        with pytest.raises(Broken, match="ended with signal 40"):
+            it.serve(60)
+
+
+def test_while_the_accelerator_loads_it_is_said_that_it_does(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("resilience"), "propagate", True)
+    monkeypatch.setattr(crew_module, "REMIND_S", 0.0)
+    caplog.set_level(logging.INFO, "resilience")
+    with crew("cpu"):
+        assert "the node check waits for loading the accelerator on this node, " in caplog.text
+
+
+def test_what_a_device_is_called_is_one_harmless_line() -> None:
+    name = titles([{"device": "an\x1b[2J odd\none \udcff"}, {"device": "an\x1b[2J odd\none \udcff"}])
+    assert name == "2 × an?[2J odd one ?"
+    name.encode()
+
+
+def test_without_a_folder_for_temporary_files_the_check_is_broken_in_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
+    with pytest.raises(Broken, match="there is no place for its log"):
+        Crew("cpu", {}).start()
 
 
 def test_accelerator_that_crashes_while_it_loads_is_broken_and_not_refused() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import re
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -10,11 +12,13 @@ from typing import Any, cast
 
 import pytest
 
+from resilience.nodecheck import crew as crew_module
 from resilience.nodecheck.crew import Answer, Broken, Crew
 from resilience.nodecheck.exchange import Examination, Interrupted, Terms
-from resilience.nodecheck.judging import Ruling
+from resilience.nodecheck.judging import Ruling, as_table
 from resilience.nodecheck.pairing import FAULTY, HEALTHY, STRAGGLER, UNDECIDED, VANISHED
 
+NAMES = [f"host-{node}" for node in range(8)]
 TERMS = Terms(folder="/run", address="here", wanted=1, timeout=5.0)
 
 
@@ -46,10 +50,13 @@ class Script:
     broken: str = ""
     seconds: float = 0.1
     cut_off: bool = False
+    says: str = "no route to host"
     gathers_in: float = 0.2
     dies: str = ""
+    hangs_for: float = 0.0
     later: float = 0.0  # its GEMM when it tries again, if another
     devices: int = 1
+    real_devices: bool = False  # and not the host's processors
     log: list[str] = field(default_factory=list)
 
 
@@ -57,11 +64,11 @@ class Actor:
     """A crew that plays its script. Groups meet on the board itself."""
 
     accelerator = "cpu"
-    host_only = True
 
     def __init__(self, script: Script, me: int, board: Shared) -> None:
         self.script, self.me, self.board = script, me, board
         self.devices = script.devices
+        self.host_only = not script.real_devices
 
     def load(self, timeout: float = 0.0) -> None:
         if self.script.broken == "does not load":
@@ -70,6 +77,7 @@ class Actor:
     def alone(self, folder: str, timeout: float) -> list[Answer]:
         self.script.log.append("alone")
         self._die("alone")
+        threading.Event().wait(self.script.hangs_for)
         if self.script.broken:
             raise Broken(self.script.broken)
         seconds = self.script.later if self.script.later and len(self.script.log) > 1 else self.script.seconds
@@ -85,7 +93,7 @@ class Actor:
         self.script.log.append("gather")
         self._die("gather")
         if self.script.cut_off:
-            raise Broken("no route to host")
+            raise Broken(self.script.says)
         key = f"group/{tag}/{address[0]}"
         self.board.keys[f"{key}/{first}"] = str(self.script.gathers_in)
         while True:  # until everybody is there, as a collective
@@ -112,7 +120,9 @@ def check(*scripts: Script, fit: tuple[bool, ...] = ()) -> tuple[list[Ruling | E
         crew = cast(Crew, Actor(scripts[me], me, board))
         terms = Terms(TERMS.folder, f"here-{me}", 1, TERMS.timeout)
         try:
-            results[me] = Examination(board, me, len(scripts), crew=crew, terms=terms).run(bool(fit and fit[me]))
+            results[me] = Examination(board, me, NAMES[: len(scripts)], crew=crew, terms=terms).run(
+                bool(fit and fit[me])
+            )
         except (Interrupted, Gone) as error:
             results[me] = error
 
@@ -155,6 +165,19 @@ def test_of_three_nodes_the_one_that_is_cut_off_is_found(bad: int) -> None:
     assert states(results) == [FAULTY if node == bad else HEALTHY for node in range(3)]
 
 
+def test_why_an_all_gather_failed_is_in_the_verdict_in_one_harmless_line() -> None:
+    says = "RuntimeError: no \x1b[31mroute\nto host \udcff" + 5000 * "x"
+    results, _ = check(Script(), Script(), Script(cut_off=True, says=says))
+    assert states(results) == [HEALTHY, HEALTHY, FAULTY]
+    (ruling, *_) = results
+    assert isinstance(ruling, Ruling)
+    why = ruling.judgements[2].why
+    assert "with nodes that get through to others: RuntimeError: no ?[31mroute to host ?xxx" in why
+    assert why in as_table(ruling, ["a", "b", "c"])
+    assert why.isprintable()
+    assert len(why) < 1000
+
+
 def test_two_nodes_that_do_not_get_through_are_undecided() -> None:
     results, _ = check(Script(), Script(cut_off=True))
     assert states(results) == [UNDECIDED, UNDECIDED]
@@ -167,6 +190,14 @@ def test_slow_node_tries_once_more_and_may_do_better() -> None:
     assert once.log.count("alone") == always.log.count("alone") == 2
 
 
+@pytest.mark.parametrize("real", [True, False])
+def test_milliseconds_make_a_straggler_of_an_accelerator_and_not_of_a_host(real: bool) -> None:
+    quick = [Script(seconds=0.004, gathers_in=0.004, real_devices=real) for _ in range(4)]
+    slow = Script(seconds=0.012, gathers_in=0.004, real_devices=real)
+    results, _ = check(*quick, slow)
+    assert states(results) == [HEALTHY] * 4 + [STRAGGLER if real else HEALTHY]
+
+
 def test_node_with_a_slow_network_is_told_from_its_partner() -> None:
     results, _ = check(Script(), Script(), Script(), Script(gathers_in=3.0))
     assert states(results) == [HEALTHY, HEALTHY, HEALTHY, STRAGGLER]
@@ -177,6 +208,18 @@ def test_node_that_vanishes_in_between_holds_nobody_up(doing: str) -> None:
     results, _ = check(Script(), Script(), Script(), Script(dies=doing))
     assert isinstance(results[3], Gone)
     assert states(results) == [HEALTHY, HEALTHY, HEALTHY, VANISHED]
+
+
+def test_nodes_say_for_whom_they_wait_and_how_long(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("resilience"), "propagate", True)
+    monkeypatch.setattr(crew_module, "REMIND_S", 0.05)
+    caplog.set_level(logging.INFO, "resilience")
+    results, _ = check(Script(), Script(), Script(), Script(hangs_for=1.0))
+    assert states(results) == [HEALTHY] * 4
+    assert re.search(r"the node check waits for node 3 \(host-3\), \d+ s more at most", caplog.text)
+    assert "waits for node 0 (host-0), which hears all nodes" in caplog.text
 
 
 @pytest.mark.parametrize("doing", ["alone", "gather"])

@@ -34,8 +34,16 @@ def test_this_host_is_fine_and_nothing_is_left(tmp_path: Path) -> None:
 
 
 def test_folder_that_can_not_be_written_is_a_fault(tmp_path: Path) -> None:
-    found = host.look(str(tmp_path / "nowhere"))
-    assert "can't be written: No such file or directory" in found.faults[0]
+    (tmp_path / "file").touch()
+    found = host.look(str(tmp_path / "file" / "nowhere"))
+    assert "can't be written: Not a directory" in found.faults[0]
+
+
+def test_folder_that_is_yet_to_be_made_is_looked_at_where_it_would_be(tmp_path: Path) -> None:
+    found = host.look(str(tmp_path / "new" / "run"))
+    assert found.faults == []
+    assert found.figures["disk_free_mib"] > 0
+    assert not list(tmp_path.iterdir())
 
 
 def test_full_disk_is_a_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

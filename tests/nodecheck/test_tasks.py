@@ -30,6 +30,15 @@ class Off(Small):
         return product
 
 
+def test_products_of_a_burst_are_timed_together() -> None:
+    class Burst(Off):
+        burst = 7
+
+    counting = Burst(amount=0.0, when=0)
+    assert tasks.gemm(counting, torch.device("cpu")).seconds > 0
+    assert counting.calls == 1 + 5 * 7
+
+
 def test_right_product_passes_with_figures() -> None:
     figures = tasks.gemm(Small(), torch.device("cpu"))
     assert figures.seconds > 0

@@ -1,0 +1,100 @@
+"""``resilience nodecheck``: nodes that only a store connects know of each other's end, and flags that can't be meant."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from resilience.errors import ConfigError
+from resilience.launcher.checkup import StoreBoard, join, main
+from tests.jobs import alive, children, free_port, wait_for
+
+torch = pytest.importorskip("torch")
+SILENCE_S = 1.0
+ROOT = Path(__file__).parent.parent.parent
+ENV = {
+    **os.environ,
+    "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+    "GLOO_SOCKET_IFNAME": "lo",
+}
+PATIENT = "--accelerator=tests.nodecheck.patients::Patient"
+
+
+def nodecheck(*flags: str, ailment: str, log: Path = Path(os.devnull)) -> subprocess.Popen[bytes]:
+    """Start the command, on a node with something, or nothing, wrong with it."""
+    command = [sys.executable, "-m", "resilience", "nodecheck", PATIENT, *flags]
+    with log.open("wb") as file:
+        return subprocess.Popen(command, env={**ENV, "AILMENT": ailment}, stdout=file, stderr=subprocess.STDOUT)
+
+
+def party(nodes: int) -> list[StoreBoard]:
+    """Boards of nodes that came together in one store."""
+    store: Any = torch.distributed.HashStore()
+    with ThreadPoolExecutor(nodes) as pool:
+        joining = [pool.submit(join, store, me, f"host-{me}", nodes, SILENCE_S) for me in range(nodes)]
+        found = [it.result() for it in joining]
+    assert all(names == tuple(f"host-{me}" for me in range(nodes)) for _, names in found)
+    return [board for board, _ in found]
+
+
+def test_node_that_goes_is_lost_to_all_others_and_those_that_stay_are_not() -> None:
+    boards = party(3)
+    try:
+        boards[1].close()
+        for me in (0, 2):
+            wait_for(boards[me].lost_nodes, "the silence to be noticed")
+            assert boards[me].lost_nodes() == {1: "host-1 has been silent for 1 s"}
+    finally:
+        for board in boards:
+            board.close()
+
+
+@pytest.mark.parametrize(
+    ("flag", "words"), [("--nproc-per-node=-1", "at least 1"), ("--ft-straggler-factor=0.1", "greater than 1")]
+)
+def test_number_that_can_not_be_meant_is_refused(flag: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        main([flag])
+
+
+@pytest.mark.spawns
+def test_interrupt_ends_the_command_quietly_and_its_check_with_it(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with nodecheck(ailment="hangs", log=log) as node:
+        try:
+            (pid,) = wait_for(lambda: children(node.pid), "the check")
+            node.send_signal(signal.SIGINT)
+            code = node.wait(60)
+        finally:
+            node.kill()
+    assert code == 130, log.read_text()
+    assert "Traceback" not in log.read_text()
+    assert not alive(pid)
+
+
+@pytest.mark.long
+@pytest.mark.spawns
+def test_node_that_is_killed_during_the_check_costs_the_other_its_silence_and_no_more(tmp_path: Path) -> None:
+    flags = ["--nnodes=2", f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--local-addr=127.0.0.1"]
+    log, silence = tmp_path / "log", "--ft-node-silence-timeout=3"
+    with (
+        nodecheck(*flags, silence, "--rdzv-conf=is_host=1", "--ft-node-name=stays", ailment="", log=log) as stays,
+        nodecheck(*flags, silence, "--rdzv-conf=is_host=0", "--ft-node-name=goes", ailment="hangs") as goes,
+    ):
+        try:
+            wait_for(lambda: "2 nodes have come together" in log.read_text(), "the nodes to come together")
+            goes.kill()
+            code = stays.wait(60)
+        finally:
+            stays.kill()
+            goes.kill()
+    said = log.read_text()
+    assert "goes has been silent for 3 s" in said or "vanished" in said, said
+    assert code in (0, 75), said
