@@ -117,7 +117,7 @@ def test_ranks_that_lightning_starts_itself_have_snapshots_too(tmp_path: Path, s
         told = {**env, "RESILIENCE_SIMULATED_FAULT": fault}
         return subprocess.run(command, env=told, check=False, capture_output=True, text=True, timeout=150)
 
-    first = life("kill:rank=1,step=13")
+    first = life("slow:rank=0,step=8,seconds=0.4;kill:rank=1,step=13")  # slow, so that the disk keeps up
     assert first.returncode != 0
     second = life("")
     assert second.returncode == 0, second.stderr
