@@ -128,7 +128,7 @@ def test_any_of_three_nodes_with_two_ranks_each_can_be_lost(tmp_path: Path, plac
         assert "was fetched from other nodes' memory" in it.nodes[place].log()
 
 
-@pytest.mark.long
+@pytest.mark.rare
 def test_nodes_that_are_lost_one_after_the_other_are_each_given_back_what_they_had(tmp_path: Path) -> None:
     with nodes(tmp_path, 3, [SNAPSHOTS, str(tmp_path / "ck"), "300", "64"]) as it:
         for place in (2, 0):

@@ -35,13 +35,13 @@ def run(folder: Path, layout: str, ranks: int, *words: str, steps: int = STEPS, 
 KILLED = [
     ("fsdp2", 2, "blocking"),
     pytest.param("fsdp2", 2, "overlap", marks=pytest.mark.long, id="fsdp2-overlap"),
-    pytest.param("fsdp2", 3, "blocking", marks=pytest.mark.long, id="fsdp2-3"),
+    pytest.param("fsdp2", 3, "blocking", marks=pytest.mark.rare, id="fsdp2-3"),
     pytest.param("hsdp", 4, "blocking", marks=pytest.mark.long, id="hsdp"),
     pytest.param("hsdp", 4, "overlap", marks=pytest.mark.rare, id="hsdp-overlap"),
     pytest.param("fsdp1", 2, "blocking", marks=pytest.mark.long, id="fsdp1"),
     pytest.param("fsdp1", 2, "overlap", marks=pytest.mark.rare, id="fsdp1-overlap"),
     pytest.param("fsdp1-flat", 2, "blocking", marks=pytest.mark.rare, id="fsdp1-flat"),
-    pytest.param("fsdp1-mesh", 2, "blocking", marks=pytest.mark.long, id="fsdp1-mesh"),
+    pytest.param("fsdp1-mesh", 2, "blocking", marks=pytest.mark.rare, id="fsdp1-mesh"),
 ]
 
 
