@@ -266,22 +266,34 @@ class Examination:
         return why
 
     def _find(self, key: str, patience: float, give_up: Callable[[], str]) -> dict[str, Any]:
-        deadline = time.monotonic() + patience
-        reminder = Reminder(deadline)
-        while time.monotonic() < deadline:
-            text = self._board.peek(_key(key))
-            if text is not None:
-                found: dict[str, Any] = json.loads(text)
-                return found
+        """Wait for what the first node of our group says."""
+
+        def look() -> None:
             why = give_up()
             if why:
                 raise Broken(why)
-            reminder.say("the first node of its group")
-            self._pause()
-        raise Broken("the first node of the group did not open a store in time")
+
+        found = self._read(key, patience, "the first node of its group", look)
+        if found is None:
+            raise Broken("the first node of the group did not open a store in time")
+        return found
 
     def _await(self, key: str, patience: float) -> dict[str, Any]:
         """Wait for what node 0 says."""
+
+        def look() -> None:
+            gone = self._board.lost_nodes().get(0)
+            if gone is not None and self._me != 0:
+                raise Interrupted(gone)
+
+        whom = f"{self._called([0])}, which hears all nodes and says what is next"
+        found = self._read(key, patience, whom, look)
+        if found is None:
+            raise Interrupted(f"node 0 did not say what is next ({key}) within {patience:g} s")
+        return found
+
+    def _read(self, key: str, patience: float, whom: str, look: Callable[[], None]) -> dict[str, Any] | None:
+        """Wait for what somebody posts, or return nothing when it is too late; ``look`` raises if it will never come."""
         deadline = time.monotonic() + patience
         reminder = Reminder(deadline)
         while time.monotonic() < deadline:
@@ -289,12 +301,10 @@ class Examination:
             if text is not None:
                 found: dict[str, Any] = json.loads(text)
                 return found
-            gone = self._board.lost_nodes().get(0)
-            if gone is not None and self._me != 0:
-                raise Interrupted(gone)
-            reminder.say(f"{self._called([0])}, which hears all nodes and says what is next")
+            look()
+            reminder.say(whom)
             self._pause()
-        raise Interrupted(f"node 0 did not say what is next ({key}) within {patience:g} s")
+        return None
 
     def _post(self, key: str, message: Mapping[str, Any]) -> None:
         self._board.post(_key(key), json.dumps(message))

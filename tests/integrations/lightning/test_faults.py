@@ -128,6 +128,18 @@ def test_ranks_that_lightning_starts_itself_have_snapshots_too(tmp_path: Path, s
     }
 
 
+def test_a_loader_that_hangs_is_found_outside_any_section_and_its_line_is_in_the_stack(tmp_path: Path) -> None:
+    script = [str(WORKLOADS / "lightning_loader_hangs.py"), str(tmp_path)]
+    options = ["--nproc-per-node=1", "--max-restarts=1", "--ft-rank-out-of-section-timeout=4"]
+    with job(tmp_path / "job", options, script) as it:
+        assert it.wait(120) == 0, it.log()
+        culprit = it.report(0)["culprit"]
+        assert (culprit["kind"], culprit["step"]) == ("hang", 11)
+        assert "outside any section" in culprit["message"]
+        assert "in __getitem__" in it.log()
+        assert "20 steps" in it.log()
+
+
 def test_trainer_that_knows_nothing_of_the_other_ranks_is_refused_before_step_0(tmp_path: Path) -> None:
     script = [str(WORKLOADS / "lightning_alone.py"), str(tmp_path)]
     with job(tmp_path / "job", ["--nproc-per-node=2"], script, {"STRATEGY": "auto", "DEVICES": "1"}) as it:
