@@ -1,6 +1,8 @@
 """Part ``faulty-nodes``: where a training pod ends with a code of the hardware, its node is taken out of scheduling.
 
 A launcher that finds its node faulty says so by its exit code and its termination message; pods have no right to change nodes.
+Exit code 80 alone marks nothing: where every node of a job fails its check, all end with 80 and none is to be marked. A launcher
+whose node failed by itself has written its message before it ends, and one that was killed before does not end with 80.
 
 Rule: a pod can get the node marked that it ran on, and no other, whatever its message claims. Only pods of the selector are heard.
 
@@ -13,9 +15,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import logging
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -25,15 +28,21 @@ from resilience.integrations.kubernetes.events import seconds
 from resilience.integrations.kubernetes.parts import DELETED, Kind, Thing
 
 from resilience.errors import ResilienceError
-from resilience.failover.error_monitor import CHECK_FAILED, ErrorMonitor, NodeFault, from_message, of_code
+from resilience.failover.error_monitor import ErrorMonitor, NodeFault, from_message, of_code
 from resilience.failover.exits import UNFIT
 
 if TYPE_CHECKING:
     from resilience.integrations.kubernetes.controller import Options
 
+_LOG = logging.getLogger("resilience.kubernetes")
 _HOUR_S = 3600.0
 MARKS_PER_HOUR = 20
 _NEVER_RAN = ("StartError", "ContainerCannotRun")  # a wrong command ends with 128 too, and says nothing about the node
+_NOT_MARKED = (
+    "pod %s ended with exit code %s and without a message of its launcher: node %s is not marked. Either every node of the job "
+    "failed its check, which is not the nodes' fault, or the launcher's --ft-termination-log is not the container's "
+    "terminationMessagePath; the pod's log says which."
+)
 
 
 @dataclass(frozen=True)
@@ -47,33 +56,47 @@ class Failure:
 
 def failures(pod: Thing) -> Iterator[Failure]:
     """Yield what a pod's containers tell of its node. Pure. The texts are anybody's: only the pod's own node is named."""
-    node = str(pod.get("spec", {}).get("nodeName") or "")
+    node = _node(pod)
+    for key, ended in _ends(pod) if node else ():
+        fault = _fault(node, ended)
+        if fault is not None:
+            yield Failure(key, fault, seconds(ended.get("finishedAt")))
+
+
+def unmarked(pod: Thing) -> Iterator[str]:
+    """Yield the ids of ends with exit code 80 that have no message of ours: for people to know of, and no mark. Pure."""
+    for key, ended in _ends(pod) if _node(pod) else ():
+        if _code(ended) == UNFIT and _fault(_node(pod), ended) is None:
+            yield key
+
+
+def _node(pod: Thing) -> str:
+    return str(pod.get("spec", {}).get("nodeName") or "")
+
+
+def _code(ended: Mapping[str, Any]) -> int:
+    return int(ended.get("exitCode", 0))
+
+
+def _ends(pod: Thing) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield how the pod's containers ended, now and the last time, with what tells one end from another."""
     status = pod.get("status") or {}
-    if not node:
-        return
     for container in [*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ())]:
         for state in ("lastState", "state"):
             ended: dict[str, Any] = (container.get(state) or {}).get("terminated") or {}
-            fault = _fault(node, ended) if ended else None
-            if fault is not None:
+            if ended:
                 which = ended.get("containerID") or ended.get("finishedAt") or container.get("restartCount", 0)
-                yield Failure(
-                    f"{pod['metadata']['uid']}/{container['name']}/{which}", fault, seconds(ended.get("finishedAt"))
-                )
+                yield f"{pod['metadata']['uid']}/{container['name']}/{which}", ended
 
 
 def _fault(node: str, ended: dict[str, Any]) -> NodeFault | None:
-    code, at = int(ended.get("exitCode", 0)), seconds(ended.get("finishedAt"))
+    at = seconds(ended.get("finishedAt"))
     told = from_message(str(ended.get("message") or ""))
     if told is not None:
         return dataclasses.replace(told, node=node, at=at or told.at)
     if ended.get("reason") in _NEVER_RAN:
         return None
-    if code == UNFIT:
-        return NodeFault(
-            node, CHECK_FAILED, f"the launcher ended with exit code {code}: the node failed its check", code, at=at
-        )
-    return of_code(node, code, at=at)
+    return of_code(node, _code(ended), at=at)
 
 
 class FaultyNodes:
@@ -102,12 +125,19 @@ class FaultyNodes:
 
     def changed(self, kind: Kind, verb: str, thing: Thing) -> None:
         """See :class:`Part`. A pod that is deleted may tell in its last state what it could not before."""
-        uid = str(thing["metadata"]["uid"])
+        uid, name = (
+            str(thing["metadata"]["uid"]),
+            f"{thing['metadata'].get('namespace', '')}/{thing['metadata']['name']}",
+        )
         for failure in failures(thing):
             if failure.id in self._done.get(uid, ()):
                 continue
-            self._mark(failure, f"{thing['metadata'].get('namespace', '')}/{thing['metadata']['name']}")
+            self._mark(failure, name)
             self._done.setdefault(uid, set()).add(failure.id)
+        for key in unmarked(thing):
+            if key not in self._done.get(uid, ()):
+                _LOG.info(_NOT_MARKED, name, UNFIT, _node(thing))
+                self._done.setdefault(uid, set()).add(key)
         if verb == DELETED:
             self._done.pop(uid, None)
 

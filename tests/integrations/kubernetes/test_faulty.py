@@ -7,7 +7,7 @@ import json
 import pytest
 from resilience.integrations.kubernetes.cli import main
 from resilience.integrations.kubernetes.events import stamp
-from resilience.integrations.kubernetes.faulty import KubernetesErrorMonitor, failures
+from resilience.integrations.kubernetes.faulty import KubernetesErrorMonitor, failures, unmarked
 from resilience.integrations.kubernetes.nodes import word
 
 from resilience.failover.error_monitor import NodeFault
@@ -22,7 +22,6 @@ from tests.integrations.kubernetes.pods import ended, pod
         (128, "UnknownDevice"),
         (201, "DriverError"),
         (202, "ResidualProcesses"),
-        (80, "NodeCheckFailed"),
     ],
 )
 def test_exit_code_of_the_hardware_tells_of_the_node(code: int, reason: str) -> None:
@@ -31,9 +30,17 @@ def test_exit_code_of_the_hardware_tells_of_the_node(code: int, reason: str) -> 
     assert found.happened > 0
 
 
-@pytest.mark.parametrize("code", [0, 1, 75, 76, 77, 78, 79, 137, 143])
+@pytest.mark.parametrize("code", [0, 1, 75, 76, 77, 78, 79, 80, 137, 143])
 def test_other_exit_codes_tell_nothing_of_the_node(code: int) -> None:
     assert not list(failures(pod("p", node="gpu-7", code=code)))
+
+
+def test_node_that_failed_its_check_is_told_by_its_message_and_one_that_is_not_to_be_marked_has_none() -> None:
+    told = NodeFault("gpu-7", "NodeCheckFailed", "the product is wrong").as_message()
+    assert [it.fault.reason for it in failures(pod("p", node="gpu-7", code=80, message=told))] == ["NodeCheckFailed"]
+    assert not list(unmarked(pod("p", node="gpu-7", code=80, message=told)))
+    assert len(list(unmarked(pod("p", node="gpu-7", code=80)))) == 1
+    assert not list(unmarked(pod("p", code=80)))
 
 
 def test_container_that_could_not_be_started_ends_with_128_too_and_tells_nothing_of_the_node() -> None:

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +18,11 @@ from resilience.integrations.kubernetes.faulty import FaultyNodes, KubernetesErr
 from resilience.integrations.kubernetes.parts import ADDED, NODES, PODS, Kind
 
 from resilience.failover.error_monitor import NodeFault
-from resilience.failover.marking import Marker
+from resilience.failover.marking import Marker, leave_message
+from resilience.launcher.agreement import Node
+from resilience.launcher.fitness import consequences
+from resilience.nodecheck.judging import Alone, judge
+from resilience.nodecheck.pairing import Evidence
 from tests.integrations.kubernetes.cluster import Cluster, Forwarder
 from tests.integrations.kubernetes.pods import ended
 from tests.jobs import wait_for
@@ -94,6 +99,34 @@ def test_pod_gets_only_its_own_node_marked_whatever_its_message_claims(cluster: 
     assert is_marked(found)
     assert found["metadata"]["annotations"]["resilience.dev/faulty-run"] == "run-7"
     assert not is_marked(cluster.get_node(other))
+
+
+def test_nodes_of_a_job_in_which_every_node_fails_its_check_by_itself_are_not_marked(
+    cluster: Cluster, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The exit codes and messages are those of the launchers' own ruling; one that fails among sound ones is marked."""
+    caplog.set_level("INFO")
+    for job, sick in (("all", (0, 1, 2)), ("one", (1,))):
+        told = {at: Alone("" if at not in sick else "the product is wrong", "cpu", 1, True) for at in range(3)}
+        ruling = judge(3, told, Evidence((0, 1, 2), ()), 1, 1)
+        for at in range(3):
+            end = consequences(ruling, [Node(f"n{it}", (it,)) for it in range(3)], at, False, run="r", cycle=0, at=4e9)
+            cluster.pod(f"{job}-{at}", node=cluster.node(f"{job}-{at}"))
+            if end.outcome is not None:
+                log = tmp_path / f"{job}-{at}"
+                if end.fault is not None:
+                    leave_message(end.fault, str(log))
+                said = log.read_text(encoding="utf-8") if log.exists() else ""
+                cluster.say(f"{job}-{at}", ended(end.outcome.exit_code, said))
+    part = FaultyNodes(cluster.api, SELECTOR)
+    look_at(cluster, part)
+    look_at(cluster, part)
+    marked = [
+        it for it in ("all-0", "all-1", "all-2", "one-0", "one-1", "one-2")
+        if is_marked(cluster.get_node(f"{cluster.name}-{it}"))
+    ]  # fmt: skip
+    assert marked == ["one-1"]
+    assert caplog.text.count("is not marked") == 3
 
 
 def test_pods_without_the_label_are_not_heard(cluster: Cluster) -> None:
