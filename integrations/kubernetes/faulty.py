@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from resilience.integrations.kubernetes import nodes
-from resilience.integrations.kubernetes.api import Api, KubernetesError
+from resilience.integrations.kubernetes.api import Api, KubernetesError, NotFound
 from resilience.integrations.kubernetes.events import seconds
 from resilience.integrations.kubernetes.parts import DELETED, Kind, Thing
 
@@ -159,8 +159,11 @@ class FaultyNodes:
                 )
 
         happened = failure.happened
-        if nodes.mark(self._api, fault.node, fault, failure.id, happened=happened, pod=pod, now=now, brake=brake):
-            self._out[fault.node] = now
+        try:
+            if nodes.mark(self._api, fault.node, fault, failure.id, happened=happened, pod=pod, now=now, brake=brake):
+                self._out[fault.node] = now
+        except NotFound:
+            _LOG.info("node %s is not there any more: nothing to mark (%s).", fault.node, fault.reason)
 
 
 class KubernetesErrorMonitor(ErrorMonitor):
@@ -174,7 +177,13 @@ class KubernetesErrorMonitor(ErrorMonitor):
         if self._api is None:
             self._api = Api.connect()
         failure = f"{fault.run}/{fault.reason}/{fault.code}/{fault.at}"
-        nodes.mark(self._api, fault.node, fault, failure, happened=fault.at)
+        try:
+            nodes.mark(self._api, fault.node, fault, failure, happened=fault.at)
+        except NotFound as error:
+            raise NotFound(
+                f"the cluster has no node {fault.node!r}. Give the name that `kubectl get nodes` shows with --ft-node-name",
+                error.status,
+            ) from error
 
     def close(self) -> None:
         """See base class."""

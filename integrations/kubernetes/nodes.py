@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from resilience.integrations.kubernetes import events
-from resilience.integrations.kubernetes.api import Api, Conflict, NotFound
+from resilience.integrations.kubernetes.api import Api, Conflict
 from resilience.integrations.kubernetes.parts import NODES
 
 from resilience.failover.error_monitor import NodeFault
@@ -56,7 +56,7 @@ def mark(
     """Take a node out of scheduling for one failure; return whether it was in until then.
 
     ``failure`` is what tells it from others, and ``happened`` when it was: a node that was registered later is another machine.
-    ``brake`` is called before a node is taken out that is in, and may raise.
+    ``brake`` is called before a node is taken out that is in, and may raise. Raises ``NotFound`` where there is no such node.
     """
     now = now or time.time()
     digest = hashlib.sha256(failure.encode()).hexdigest()[:12]
@@ -69,9 +69,6 @@ def mark(
             if was_in:
                 brake()
             marked = api.patch(NODES, node, _marked(found, fault, digest, pod, now=now, happened=happened))
-        except NotFound:
-            _LOG.info("node %s is not there any more: nothing to mark (%s).", node, fault.reason)
-            return False
         except Conflict:
             if attempt == _TRIES - 1:
                 raise

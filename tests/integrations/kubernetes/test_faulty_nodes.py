@@ -24,7 +24,7 @@ from resilience.launcher.fitness import consequences
 from resilience.nodecheck.judging import Alone, judge
 from resilience.nodecheck.pairing import Evidence
 from tests.integrations.kubernetes.cluster import Cluster, Forwarder
-from tests.integrations.kubernetes.pods import ended
+from tests.integrations.kubernetes.pods import ended, pod
 from tests.jobs import wait_for
 
 pytestmark = pytest.mark.spawns
@@ -337,5 +337,29 @@ def test_launcher_that_is_told_kubernetes_has_its_node_marked_over_the_usual_kub
     assert found["metadata"]["annotations"]["resilience.dev/faulty-message"] == "the product is wrong"
 
 
-def test_node_that_is_gone_has_nothing_to_mark(cluster: Cluster) -> None:
-    assert not nodes.mark(cluster.api, "no-such-node", NodeFault("x", "y", "z"), "id")
+def test_node_that_is_gone_has_nothing_to_mark(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    part = FaultyNodes(cluster.api, SELECTOR)
+    part.changed(part.kinds()[0], ADDED, pod("p", node="no-such-node", code=14))
+    assert "no-such-node is not there any more" in caplog.text
+
+
+def test_launcher_whose_node_the_cluster_does_not_know_says_that_it_is_not_marked_and_what_to_give(
+    cluster: Cluster,
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    config = cluster.server.kubeconfig(tmp_path_factory.mktemp("kube") / "config")
+    monkeypatch.setenv("KUBECONFIG", str(config))
+    caplog.set_level("INFO")
+    marker = Marker("kubernetes", timeout=30.0)
+    try:
+        marker.tell(NodeFault("no-such-node", "DriverError", "a worker ended with exit code 201", code=201, at=4e9))
+        wait_for(lambda: "marked as faulty" in caplog.text, "the first attempt", 60)
+    finally:
+        monkeypatch.setattr(marker, "_timeout", 0.0)  # what close() waits for, and it is told already
+        marker.close()
+    last = [it.getMessage() for it in caplog.records if "marked as faulty" in it.getMessage()][-1]
+    assert "is NOT marked as faulty" in last
+    assert "--ft-node-name" in last
