@@ -106,7 +106,7 @@ class FailoverConfig:
         "text",
     )
     node_group_index: int | None = _setting(
-        None, "place of that group among the groups, from 0; it stays when the group moves elsewhere", "number"
+        None, "place of that group among the groups, from 0; it stays when the group moves elsewhere", "index"
     )
     stop_grace: float = _setting(
         25.0, "from a request to stop (SIGTERM, SIGUSR1) until the workers are ended", "positive"
@@ -179,9 +179,11 @@ def resolve(flags: Mapping[str, str], environ: Mapping[str, str], yaml_path: str
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
     notes: list[str] = []
+    environment, odd = _without_odd_group(_environment_settings(environ, known))
+    notes += odd
     layers = [
         (_yaml_section(yaml_path), f"file {yaml_path}"),
-        (_environment_settings(environ, known), "environment"),
+        (environment, "environment"),
         (dict(flags), "flag"),
     ]
     for layer, source in layers:
@@ -224,6 +226,25 @@ def _environment_settings(environ: Mapping[str, str], known: Mapping[str, Any]) 
             )
         found[name] = value
     return found
+
+
+def _without_odd_group(found: dict[str, str]) -> tuple[dict[str, str], list[str]]:
+    """Leave out a group of nodes whose index can't be meant, and say so.
+
+    In the environment it comes from a pod's label, which a scheduler wrote: no group is worth failing the whole job for.
+    """
+    raw = found.get("node_group_index")
+    if raw is None:
+        return found, []
+    try:
+        parse("node_group_index", raw, "index", "environment")
+    except ConfigError:
+        note = (
+            f"{ENV_PREFIX}NODE_GROUP_INDEX={raw!r} is not the index of a group of nodes, a whole number from 0 up: this node is "
+            "in no group. On Kubernetes look at the pod's labels scheduling/rack-*."
+        )
+        return {name: value for name, value in found.items() if not name.startswith("node_group")}, [note]
+    return found, []
 
 
 def _yaml_section(path: str | None) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Any
 from resilience.errors import ConfigError
 
 _LONGEST_S = 1e9
+_INDEX_DIGITS = 9
 _NO_TIMEOUT = ("none", "null", "~", "")
 _ON = ("1", "true", "yes", "on")
 _OFF = ("0", "false", "no", "off")
@@ -72,6 +73,16 @@ def _number(raw: Any) -> int | None:
     return int(raw)
 
 
+def _index(raw: Any) -> int | None:
+    """As the controller reads it from a pod's label: both must see the same groups."""
+    if raw is None or (isinstance(raw, str) and raw.strip().lower() in _NO_TIMEOUT):
+        return None
+    text = str(raw).strip()
+    if not (text.isascii() and text.isdecimal()) or len(text) > _INDEX_DIGITS:
+        raise ValueError("not a whole number from 0 up")
+    return int(text)
+
+
 def _policy(raw: Any) -> str:
     text = str(raw).strip().lower().replace("_", "-")
     if text not in ("any-failed", "min-healthy"):
@@ -129,6 +140,7 @@ _PARSERS: dict[str, Any] = {
     "factor": _factor,
     "count": _count,
     "number": _number,
+    "index": _index,
     "policy": _policy,
     "signal": _signal,
     "switch": _switch,
@@ -143,6 +155,7 @@ _WANTED = {
     "factor": "a number greater than 1",
     "count": "a whole number from 1 to 900",
     "number": "a whole number from 0 up, or null for no limit",
+    "index": "a whole number from 0 up, or null for none",
     "policy": "any-failed or min-healthy",
     "signal": "the name or number of a signal that ends a process",
     "switch": "true or false",

@@ -11,6 +11,7 @@ import pytest
 from resilience import config, values
 from resilience.config import Settings, parameters, rank_environment, resolve
 from resilience.errors import ConfigError
+from resilience.groups.topology import from_labels
 
 
 @pytest.fixture
@@ -141,6 +142,22 @@ def test_setting_without_effect_is_accepted_and_said(yaml: Any, name: str) -> No
     assert name not in settings.sources
 
 
+@pytest.mark.parametrize("label", ["row7", "-1", "1.0", "1234567890", "٣"])
+def test_group_of_a_pods_label_that_can_not_be_meant_is_no_group_and_is_said(label: str) -> None:
+    settings = resolve({}, {"RESILIENCE_NODE_GROUP_INDEX": label, "RESILIENCE_NODE_GROUP": "rack-1"})
+    assert (settings.failover.node_group_index, settings.failover.node_group) == (None, None)
+    (note,) = settings.notes
+    assert f"RESILIENCE_NODE_GROUP_INDEX={label!r}" in note
+    assert "in no group" in note
+    with pytest.raises(ConfigError):
+        from_labels({"scheduling/rack-group": label})  # the controller sees no group either
+
+
+def test_group_that_a_flag_names_holds_whatever_the_environment_says() -> None:
+    settings = resolve({"node_group_index": "3", "node_group": "a"}, {"RESILIENCE_NODE_GROUP_INDEX": "row7"})
+    assert (settings.failover.node_group_index, settings.failover.node_group) == (3, "a")
+
+
 # -- values -----------------------------------------------------------------------------------------------------------
 
 
@@ -196,6 +213,11 @@ def test_section_timeouts_of_a_file(yaml: Any) -> None:
         ("rank_termination_signal", "SIGNONE", "the name or number of a signal that ends a process"),
         ("rank_termination_signal", "999", "the name or number of a signal that ends a process"),
         ("rank_termination_signal", "SIGSTOP", "the name or number of a signal that ends a process"),
+        ("node_group_index", "row7", "a whole number from 0 up, or null for none"),
+        ("node_group_index", "-1", "a whole number from 0 up, or null for none"),
+        ("node_group_index", 1.5, "a whole number from 0 up, or null for none"),
+        ("node_group_index", True, "a whole number from 0 up, or null for none"),
+        ("max_node_restarts", "few", "a whole number from 0 up, or null for no limit"),
         ("capture_logs", "perhaps", "true or false"),
         ("capture_logs", None, "true or false"),
         ("log_level", "LOUD", "DEBUG, INFO, WARNING"),
