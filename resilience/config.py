@@ -132,7 +132,7 @@ class NodeConfig:
     error_monitor_timeout: float = _setting(10.0, "longest time of one attempt to mark a node", "positive")
     termination_log: str | None = _setting(
         None,
-        "file for the termination message of a faulty node; default: /dev/termination-log where there is one",
+        "file for the termination message of a faulty node; default: /dev/termination-log where there is one, by hand none",
         "text",
     )
 

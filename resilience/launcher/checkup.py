@@ -3,6 +3,9 @@
 The check is the launcher's own (:mod:`resilience.nodecheck`); only the board is another one: no cycle runs, so there is no line
 between launchers. Each node writes a beat into the store; one that is silent for ``--ft-node-silence-timeout`` is gone.
 
+Rule: who is told of a faulty node is said on the command line. A check by hand in a container that trains must not leave a message
+there unasked: a controller would take the node out when the training ends.
+
 Exit codes: 0 fit, 80 unfit, 75 can't be told, or the other nodes did not come, 2 a flag that can't be meant.
 """
 
@@ -25,12 +28,16 @@ from resilience import config
 from resilience.config import Settings
 from resilience.errors import ConfigError, UnsupportedPlatform
 from resilience.failover import exits
+from resilience.failover.error_monitor import NodeFault
+from resilience.failover.marking import Marker, leave_message
 from resilience.launcher import lines
+from resilience.launcher.agreement import Node
 from resilience.launcher.cli import Parser, add_settings, settings_from
+from resilience.launcher.fitness import Result, consequences
 from resilience.nodecheck import accelerators, pairing
 from resilience.nodecheck.crew import Broken, Crew
 from resilience.nodecheck.exchange import Examination, Interrupted, Terms
-from resilience.nodecheck.judging import Ruling, as_table
+from resilience.nodecheck.judging import as_table
 
 _LOG = logging.getLogger("resilience.launcher")
 _JOIN_S = 600
@@ -38,6 +45,20 @@ _STAY_S = 30.0
 _BEAT_S = 2.0
 _SHOWN = 8
 _PER_NODE_S = 0.02  # all nodes read all beats
+_SETTINGS = (
+    "accelerator",
+    "exclude_straggler",
+    "straggler_factor",
+    "node_check_timeout",
+    "error_monitor",
+    "error_monitor_timeout",
+    "termination_log",
+    "node_name",
+    "run_dir",
+    "node_silence_timeout",
+    "store_silence_timeout",
+    "log_level",
+)
 
 
 class Alone:
@@ -150,20 +171,34 @@ def _main(argv: list[str]) -> int:
     )
     parser.add_argument("--nproc-per-node", "--nproc_per_node", type=int, default=1, help="devices that must be there")
     parser.add_argument("--local-addr", "--local_addr", default=None, help="where other nodes reach this one")
-    add_settings(parser)
+    add_settings(parser, _SETTINGS)
     args = parser.parse_args(argv)
     settings = settings_from(args)
     if args.nproc_per_node < 1:
         raise ConfigError(f"--nproc-per-node={args.nproc_per_node}: it must be at least 1. Nothing was started.")
     lines.start(settings.launcher.log_level)
     accelerators.check_name(settings.nodes.accelerator)
+    marker = Marker(settings.nodes.error_monitor, settings.nodes.error_monitor_timeout)
     crew = Crew(settings.nodes.accelerator, config.environment())
     try:
         with contextlib.suppress(Broken):  # it is when it is asked, too
             crew.start()
-        return _check(args, settings, crew)
+        result = _check(args, settings, crew)
+        if isinstance(result, int):
+            return result
+        if result.fault is not None:
+            _tell(result.fault, settings, marker)
+        return result.outcome.exit_code if result.outcome is not None else exits.FINISHED
     finally:
         crew.close()
+        marker.close()
+
+
+def _tell(fault: NodeFault, settings: Settings, marker: Marker) -> None:
+    """Report this node as faulty, to whom the command line names."""
+    if settings.nodes.termination_log is not None:
+        leave_message(fault, settings.nodes.termination_log)
+    marker.tell(fault)
 
 
 @dataclass(frozen=True)
@@ -190,7 +225,8 @@ class Party:
             time.sleep(0.05)
 
 
-def _check(args: Any, settings: Settings, crew: Crew) -> int:
+def _check(args: Any, settings: Settings, crew: Crew) -> Result | int:
+    """Check, and say what was found; return what it means, or the exit code where there is no verdict."""
     from torch.distributed.elastic.rendezvous import RendezvousError  # noqa: PLC0415
 
     try:
@@ -208,7 +244,10 @@ def _check(args: Any, settings: Settings, crew: Crew) -> int:
     start = time.monotonic()
     try:
         ruling = Examination(party.board, party.me, party.names, crew=crew, terms=terms).run()
-        code = _code(ruling, party.me, settings)
+        nodes = [Node(name, ()) for name in party.names]
+        out = settings.nodes.exclude_straggler
+        result = consequences(ruling, nodes, party.me, out, run=args.rdzv_id, cycle=0, at=time.time())
+        code = result.outcome.exit_code if result.outcome is not None else exits.FINISHED
         verdict = f"{party.names[party.me]}: {ruling.judgements[party.me].state}"
         took = time.monotonic() - start
         sys.stdout.write(f"{as_table(ruling, party.names)}\n{verdict} ({took:.1f} s), exit code {code}\n")
@@ -219,13 +258,7 @@ def _check(args: Any, settings: Settings, crew: Crew) -> int:
         return exits.CUT_OFF
     finally:
         party.board.close()
-    return code
-
-
-def _code(ruling: Ruling, me: int, settings: Settings) -> int:
-    if any(item.node == me for item in ruling.unfit(settings.nodes.exclude_straggler)):
-        return exits.UNFIT
-    return exits.CUT_OFF if ruling.judgements[me].state == pairing.UNDECIDED else exits.FINISHED
+    return result
 
 
 def _meet(args: Any, settings: Settings) -> Party:

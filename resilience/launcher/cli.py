@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 import uuid
+from collections.abc import Collection
 from typing import Any, NoReturn
 
 from resilience import config
@@ -46,10 +47,12 @@ class Parser(argparse.ArgumentParser):
         super().error(message)
 
 
-def add_settings(parser: Parser) -> None:
-    """Add ``--ft-cfg-path`` and a flag for every setting."""
+def add_settings(parser: Parser, only: Collection[str] | None = None) -> None:
+    """Add ``--ft-cfg-path`` and a flag for every setting, or for those that ``only`` names: a flag without effect is an error."""
+    known = {name: item for name, item in config.parameters().items() if only is None or name in only}
+    every = "every setting" if only is None else "the settings that matter here"
     group = parser.ours = parser.add_argument_group(
-        "resilience", "every setting; `resilience config` prints the values in force"
+        "resilience", f"{every}; `resilience config` prints the values in force"
     )
     group.add_argument(
         *("--ft-cfg-path", "--ft-cfg_path", "--fault-tol-cfg-path"),
@@ -57,11 +60,11 @@ def add_settings(parser: Parser) -> None:
         dest="ft_cfg_path",
         help="YAML file with a 'fault_tolerance:' section",
     )
-    for name, item in config.parameters().items():
+    for name, item in known.items():
         initial = item.default_factory() if callable(item.default_factory) else item.default
         help_text = f"{item.metadata['doc']} (default: {show(initial, item.metadata['kind'])})"
         group.add_argument(*_spellings(name), dest=f"ft_{name}", metavar="X", help=help_text)
-    for name in _ALSO_AS_SWITCHES:
+    for name in (name for name in _ALSO_AS_SWITCHES if name in known):
         group.add_argument(
             *dict.fromkeys((f"--{name.replace('_', '-')}", f"--{name}")),
             dest=f"ft_{name}",
@@ -69,6 +72,8 @@ def add_settings(parser: Parser) -> None:
             const="true",
             help=f"the same as --ft-{name.replace('_', '-')}=true",
         )
+    if only is not None:
+        return
     for name in ACCEPTED_WITHOUT_EFFECT:
         group.add_argument(*_spellings(name), dest=f"ft_{name}", help=argparse.SUPPRESS)
     group.add_argument(
@@ -96,7 +101,7 @@ def _spellings(name: str) -> list[str]:
 def settings_from(args: argparse.Namespace) -> Settings:
     """Resolve the settings from parsed flags, the environment and the YAML file."""
     names = [*config.parameters(), *ACCEPTED_WITHOUT_EFFECT]
-    flags = {name: value for name in names if (value := getattr(args, f"ft_{name}")) is not None}
+    flags = {name: value for name in names if (value := getattr(args, f"ft_{name}", None)) is not None}
     return config.resolve(flags, config.environment(), args.ft_cfg_path)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from resilience.errors import ConfigError
+from resilience.failover.error_monitor import from_message
 from resilience.launcher.checkup import StoreBoard, join, main
 from tests.jobs import alive, children, free_port, wait_for
 
@@ -62,6 +64,41 @@ def test_node_that_goes_is_lost_to_all_others_and_those_that_stay_are_not() -> N
 def test_number_that_can_not_be_meant_is_refused(flag: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         main([flag])
+
+
+def test_help_lists_the_settings_that_matter_here_and_others_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    shown = capsys.readouterr().out
+    assert "--ft-error-monitor" in shown
+    assert "--exclude-straggler" in shown
+    assert "--ft-rank-heartbeat-timeout" not in shown
+    with pytest.raises(SystemExit) as caught:
+        main(["--ft-rank-heartbeat-timeout=5"])
+    assert caught.value.code == 2
+    assert "--ft-rank-heartbeat-timeout" in capsys.readouterr().err
+
+
+def test_monitor_that_can_not_be_meant_is_refused_before_anything_is_started() -> None:
+    with pytest.raises(ConfigError, match="Did you mean 'file'"):
+        main(["--ft-error-monitor=fil:x"])
+
+
+@pytest.mark.spawns
+def test_faulty_node_is_told_to_the_monitor_and_left_in_the_message_that_are_named(tmp_path: Path) -> None:
+    faults, message, log = tmp_path / "faults", tmp_path / "message", tmp_path / "log"
+    flags = [f"--ft-error-monitor=file:{faults}", f"--ft-termination-log={message}", "--ft-node-name=gpu-7"]
+    with nodecheck(*flags, ailment="wrong", log=log) as node:
+        try:
+            assert node.wait(60) == 80, log.read_text()
+        finally:
+            node.kill()
+    (told,) = map(json.loads, faults.read_text().splitlines())
+    assert (told["node"], told["reason"]) == ("gpu-7", "NodeCheckFailed")
+    left = from_message(message.read_text())
+    assert left is not None
+    assert left.message == told["message"]
+    assert "is marked as faulty" in log.read_text()
 
 
 @pytest.mark.spawns
