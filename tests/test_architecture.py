@@ -51,6 +51,7 @@ ADAPTERS_MAY_IMPORT = {
 }  # what a rank may
 MAY_IMPORT = {
     "errors": set[str](),
+    "cgroups": set[str](),
     "config": {"errors", "values"},
     "values": {"errors"},
     "pulse": BASE,
@@ -59,8 +60,8 @@ MAY_IMPORT = {
     "failover": {"pulse", *BASE},
     "groups": BASE,
     "observe": {"failover", "pulse", *BASE},
-    "checkpoint": {"pulse", *BASE},
-    "nodecheck": BASE,
+    "checkpoint": {"cgroups", "pulse", *BASE},
+    "nodecheck": {"cgroups", *BASE},
     "launcher": {"checkpoint", "failover", "groups", "monitor", "nodecheck", "observe", "pulse", "values", *BASE},
     "_worker": {"pulse", "recording", *BASE},
     "__init__": {"checkpoint", "pulse", "recording", "errors"},

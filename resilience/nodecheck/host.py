@@ -13,6 +13,8 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from resilience import cgroups
+
 _MIB = 1 << 20
 LEAST_DISK_MIB = 64  # of the run's directory: reports and logs
 LEAST_MEMORY_MIB = 256
@@ -30,13 +32,11 @@ class Findings:
     warnings: list[str] = field(default_factory=list)
 
 
-def look(
-    folder: str, *, proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup"), shm: str = "/dev/shm"
-) -> Findings:
+def look(folder: str, *, proc: Path = Path("/proc"), shm: str = "/dev/shm") -> Findings:
     """Look at the host. ``folder`` is the run's directory; one that is yet to be made is looked at where it would be."""
     found = Findings()
     _disk(found, folder)
-    _memory(found, proc, cgroup)
+    _memory(found, proc)
     _shared_memory(found, shm)
     return found
 
@@ -67,36 +67,19 @@ def _disk(found: Findings, folder: str) -> None:
     found.figures["disk_write_ms"] = 1e3 * (time.perf_counter() - start)
 
 
-def _memory(found: Findings, proc: Path, cgroup: Path) -> None:
+def _memory(found: Findings, proc: Path) -> None:
     rows = (line.split() for line in (proc / "meminfo").read_text(encoding="ascii").splitlines())
     known = {row[0].rstrip(":"): int(row[1]) / 1024 for row in rows if len(row) > 1}
     total, free = known.get("MemTotal", 0.0), known.get("MemAvailable", known.get("MemFree", 0.0))
-    limit = _number(cgroup / "memory.max") or _number(cgroup / "memory" / "memory.limit_in_bytes")
-    used = _number(cgroup / "memory.current") or _number(cgroup / "memory" / "memory.usage_in_bytes")
-    if limit is not None and used is not None and limit / _MIB < total:
-        held = used - min(used, _cached(cgroup))  # the kernel gives back what only caches files
-        total, free = limit / _MIB, min(free, (limit - held) / _MIB)
+    limits = [it for it in cgroups.limits(proc) if it.limit / _MIB < total]
+    for it in limits:
+        held = it.used - min(it.used, it.inactive_file + it.active_file)  # the kernel gives back what only caches files
+        total, free = min(total, it.limit / _MIB), min(free, (it.limit - held) / _MIB)
     found.figures |= {"memory_mib": total, "memory_free_mib": free}
     if free < LEAST_MEMORY_MIB:
         found.faults.append(f"{free:.0f} MiB of memory are left, {LEAST_MEMORY_MIB} MiB are the least")
     elif free < _PRESSED * total:
         found.warnings.append(f"{free:.0f} of {total:.0f} MiB of memory are left")
-
-
-def _number(path: Path) -> int | None:
-    try:
-        text = path.read_text(encoding="ascii").strip()
-    except OSError:
-        return None
-    return int(text) if text.isdecimal() else None
-
-
-def _cached(cgroup: Path) -> int:
-    for path in (cgroup / "memory.stat", cgroup / "memory" / "memory.stat"):
-        with contextlib.suppress(OSError):
-            rows = (line.split() for line in path.read_text(encoding="ascii").splitlines())
-            return sum(int(row[1]) for row in rows if row and row[0] in ("inactive_file", "active_file"))
-    return 0
 
 
 def _shared_memory(found: Findings, shm: str) -> None:

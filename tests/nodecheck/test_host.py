@@ -15,15 +15,17 @@ GIB = 1 << 30
 def a_host(folder: Path, *, free_kib: int = 8 << 20, total_kib: int = 16 << 20, **cgroup: int | str) -> host.Findings:
     """Look at a host with so much memory, and a control group with such files."""
     proc, groups = folder / "proc", folder / "cgroup"
-    proc.mkdir()
+    (proc / "self").mkdir(parents=True)
     groups.mkdir()
+    (proc / "self" / "cgroup").write_text("0::/\n")
+    (proc / "self" / "mountinfo").write_text(f"31 23 0:28 / {groups} rw - cgroup2 cgroup2 rw\n")
     (proc / "meminfo").write_text(
         f"MemTotal: {total_kib} kB\nMemFree: 1 kB\nMemAvailable: {free_kib} kB\nHugePages: 0\n"
     )
     for name, value in cgroup.items():
         (groups / name.replace("__", ".")).write_text(f"{value}\n")
     (folder / "run").mkdir()
-    return host.look(str(folder / "run"), proc=proc, cgroup=groups)
+    return host.look(str(folder / "run"), proc=proc)
 
 
 def test_this_host_is_fine_and_nothing_is_left(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -36,6 +38,21 @@ def limited(limit: int) -> Iterator[Path]:
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(0.1)
+
+
+def test_node_check_sees_the_limit_of_a_group_above_its_own(tmp_path: Path) -> None:
+    """As Slurm and systemd set them: on the job, or the service, and not on the hierarchy's root."""
+    look = f"from resilience.nodecheck import host; it = host.look({str(tmp_path)!r}); print(it.figures['memory_mib'], it.faults)"
+    with limited(200 << 20) as group:
+        step = group / "step"
+        step.mkdir()
+        try:
+            command = ["sh", "-c", f'echo $$ > {step}/cgroup.procs && exec "$@"', "sh", sys.executable, "-c", look]
+            said = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+        finally:
+            step.rmdir()
+    assert said.startswith("200.0 "), said
+    assert "MiB of memory are left, 256 MiB are the least" in said
 
 
 def test_victim_of_the_oom_killer_is_said_to_have_run_out_of_memory(tmp_path: Path) -> None:
