@@ -8,9 +8,12 @@
     t9k.marks(group).onto(pod)                   # a Pod of the group: labels and schedulerName
     podgroups.wish(job)                          # the group that a job asks for, or None
 
-Everything here is pure: nothing talks to a cluster. :mod:`.apply` and :mod:`.part` do.
+    podgroups.apply.ensure(api, group, t9k)      # has it in a cluster
+
+Everything here but ``apply`` is pure: nothing talks to a cluster. :mod:`.apply` and :mod:`.part` do.
 """
 
+from resilience.integrations.kubernetes.podgroups import apply
 from resilience.integrations.kubernetes.podgroups.group import GroupIsFixed, Owner, PodGroup, PodGroupError, Role
 from resilience.integrations.kubernetes.podgroups.jobs import Wish, wish
 from resilience.integrations.kubernetes.podgroups.schedulers import GangScheduler, Marks, scheduler
@@ -24,6 +27,7 @@ __all__ = [
     "PodGroupError",
     "Role",
     "Wish",
+    "apply",
     "scheduler",
     "wish",
 ]

@@ -5,6 +5,8 @@ Rule: everything here may be done twice. What is there and right is left alone; 
 
 from __future__ import annotations
 
+import dataclasses
+
 from resilience.integrations.kubernetes.api import Api, Conflict, KubernetesError, NotFound
 from resilience.integrations.kubernetes.parts import PODS, Thing
 from resilience.integrations.kubernetes.podgroups.group import PodGroup, PodGroupError
@@ -28,7 +30,11 @@ class Refused(PodGroupError):  # noqa: N818
 
 
 def ensure(api: Api, group: PodGroup, by: GangScheduler, *, by_hand: bool = False) -> tuple[str, Thing]:
-    """Have a group in the cluster as it is described; return what was done, and the group as it is."""
+    """Have a group in the cluster as it is described; without a namespace it is in ``default``.
+
+    Returns what was done, and the group as it is.
+    """
+    group = dataclasses.replace(group, namespace=group.namespace or "default")
     wanted = by.resource(group)
     if not by_hand:
         wanted["metadata"]["annotations"] = {MADE: MAKER}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -51,7 +52,7 @@ def test_commands_of_the_pages_run(
 def test_group_that_is_shown_is_the_one_that_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     shown = blocks("gang-scheduling.md", "yaml")[0]
     assert main(["podgroup", "render", "--name=dance", "--min-member=2", "--priority=50"]) == 0
-    assert capsys.readouterr().out == f"---\n{shown}"
+    assert capsys.readouterr().out == shown
 
 
 def test_jobs_that_are_shown_ask_for_a_group() -> None:
@@ -60,7 +61,10 @@ def test_jobs_that_are_shown_ask_for_a_group() -> None:
 
 
 def test_python_of_the_page_runs() -> None:
-    (code,) = blocks("gang-scheduling.md", "python")
+    """The second block needs a cluster: ``test_podgroups_cluster.py`` runs it. Here it is seen that it names what there is."""
+    code, in_a_cluster = blocks("gang-scheduling.md", "python")
     names: dict[str, object] = {}
     exec(code, names)
     assert names["lost"]
+    called = re.findall(r"podgroups\.([\w.]+)\(", in_a_cluster)
+    assert [callable(attrgetter(name)(names["podgroups"])) for name in called] == [True]

@@ -33,6 +33,7 @@ from resilience.integrations.kubernetes.podgroups.part import PodGroups
 from resilience.integrations.kubernetes.podgroups.schedulers import T9k
 
 from tests.integrations.kubernetes import t9k
+from tests.integrations.kubernetes.test_docs import blocks
 from tests.jobs import wait_for
 from tests.real.kubernetes import ApiServer
 
@@ -135,6 +136,28 @@ def label_of(admin: Api, space: str, pod: str) -> str:
 
 def reasons(admin: Api, space: str) -> dict[str, str]:
     return {event["reason"]: event["message"] for event in admin.list_all(EVENTS, space)[0]}
+
+
+# -- what the pages show ----------------------------------------------------------------------------------------------
+
+
+def test_python_of_the_page_has_its_group_in_the_cluster(
+    api_server: ApiServer, admin: Api, space: str, tmp_path: Path
+) -> None:
+    where = str(api_server.kubeconfig(tmp_path / "config"))  # the client reads KUBECONFIG once, when it is imported
+    names: dict[str, Any] = {}
+    for code in blocks("gang-scheduling.md", "python"):
+        exec(code.replace('"dev"', repr(space)).replace("connect()", f"connect({where!r})"), names)
+    assert names["done"] == "created"
+    assert admin.get(T9k.kind, "role-test", space)["spec"]["minMember"] == 3
+    names["api"].close()
+
+
+@pytest.mark.parametrize("page", ["gang-scheduling.md", "kubernetes-groups.md"])
+def test_jobs_of_the_pages_are_accepted_as_they_are_shown(admin: Api, space: str, page: str) -> None:
+    shown = [it for text in blocks(page, "yaml") for it in yaml.safe_load_all(text) if it.get("kind") == "Job"]
+    assert len(shown) == 1
+    admin.create(JOB.kind, shown[0], space)
 
 
 # -- what the schema says ---------------------------------------------------------------------------------------------
