@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from resilience.integrations.kubernetes import nodes
-from resilience.integrations.kubernetes.api import Api, KubernetesError, NotFound
+from resilience.integrations.kubernetes.api import Api, KubernetesError, NotFound, Unreachable
 from resilience.integrations.kubernetes.events import seconds
 from resilience.integrations.kubernetes.parts import DELETED, Kind, Thing
 
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger("resilience.kubernetes")
 _HOUR_S = 3600.0
 MARKS_PER_HOUR = 20
+_NOT_DONE = 2  # as of every other command that a cluster refuses
 _NEVER_RAN = ("StartError", "ContainerCannotRun")  # a wrong command ends with 128 too, and says nothing about the node
 _NOT_MARKED = (
     "pod %s ended with exit code %s and without a message of its launcher: node %s is not marked. Either every node of the job "
@@ -202,12 +203,26 @@ def uncordon(argv: list[str]) -> int:
     parser.add_argument("--kubeconfig")
     parser.add_argument("--context")
     asked = parser.parse_args(argv)
+    failed = 0
     try:
         api = Api.connect(asked.kubeconfig, asked.context)
         for node in asked.node:
-            done = nodes.release(api, node)
-            sys.stdout.write(f"{node}: {'in service again' if done else 'was not marked by us; nothing was changed'}\n")
-    except ResilienceError as error:
+            failed += not _released(api, node)
+    except ResilienceError as error:  # no way to the cluster: the same for all that are left
         sys.stderr.write(f"resilience kubernetes uncordon: {error}\n")
-        return 1
-    return 0
+        return _NOT_DONE
+    return _NOT_DONE if failed else 0
+
+
+def _released(api: Api, node: str) -> bool:
+    """Put a node back in service, and say what was done; return whether there was nothing wrong. Others are not held up by it."""
+    try:
+        done = nodes.release(api, node)
+    except Unreachable:
+        raise
+    except KubernetesError as error:
+        why = "the cluster has no node of that name; nothing was changed" if isinstance(error, NotFound) else error
+        sys.stderr.write(f"{node}: {why}\n")
+        return False
+    sys.stdout.write(f"{node}: {'in service again' if done else 'was not marked by us; nothing was changed'}\n")
+    return True

@@ -171,6 +171,20 @@ def test_operator_who_puts_a_node_back_is_not_overruled_by_the_same_failure_but_
     assert is_marked(cluster.get_node(node))
 
 
+def test_name_that_the_cluster_does_not_know_keeps_no_other_node_out_of_service(
+    cluster: Cluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    marked, other = cluster.node("a"), cluster.node("b")
+    nodes.mark(cluster.api, marked, NodeFault(marked, "DriverError", "x"), "id")
+    config = cluster.server.kubeconfig(tmp_path / "config")
+    assert main(["uncordon", "nosuch", other, marked, f"--kubeconfig={config}"]) == 2
+    shown = capsys.readouterr()
+    assert f"{marked}: in service again" in shown.out
+    assert f"{other}: was not marked by us" in shown.out
+    assert "nosuch: the cluster has no node of that name" in shown.err
+    assert not is_marked(cluster.get_node(marked))
+
+
 def test_plain_kubectl_uncordon_is_respected_too(cluster: Cluster) -> None:
     node = cluster.node("a")
     cluster.pod("p", node=node)
