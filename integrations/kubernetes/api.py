@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,8 @@ WATCH_S = 50.0  # the server ends a watch then; one that is silent for longer is
 PAGE = 500
 POOL = 32  # connections that are kept: every kind that is watched holds one
 MERGE, JSON_PATCH = "application/merge-patch+json", "application/json-patch+json"
+CONTROLLER, CONTROLLER_NAMESPACE = "resilience-controller", "resilience-system"  # the shipped manifests' account
+_USER = re.compile(r'User "([^"]+)" cannot ')
 _VERBS = {"GET": "get", "POST": "create", "PUT": "update", "PATCH": "patch", "DELETE": "delete"}
 
 
@@ -278,8 +281,8 @@ def _refusal(
         where = f'in namespace "{namespace}"' if namespace and kind.namespaced else "in the whole cluster"
         right = f'verb "{verb}", resource "{resource}", API group "{kind.group}"'
         return Forbidden(
-            f"missing permission: {right}, {where}. The API server says: {said}. Nothing was changed. Apply the shipped roles: "
-            f"{_roles_command()}",
+            f"missing permission: {right}, {where}. The API server says: {said}. Nothing was changed. "
+            f"{_way_out(said, verb, resource)}",
             status,
             right,
         )
@@ -294,10 +297,19 @@ def _refusal(
     return leaves.get(status, KubernetesError)(text, status)
 
 
-def _roles_command() -> str:
-    """Return how the shipped roles are applied, and nothing else: the Deployment that runs is somebody's own by now."""
-    own = namespace_of_pod()
-    return f"resilience kubernetes manifests --only=rbac{f' --namespace={own}' if own else ''} | kubectl apply -f -"
+def _way_out(said: str, verb: str, resource: str) -> str:
+    """Return what to do about a right that is missing. The shipped roles are the shipped account's: they help nobody else."""
+    found = _USER.search(said)
+    who = found[1] if found else ""
+    account = who.split(":")
+    if account[:2] == ["system", "serviceaccount"] and account[3:] == [CONTROLLER]:
+        # nothing but the roles: the Deployment that runs is somebody's own by now
+        own = f" --namespace={account[2]}" if account[2] != CONTROLLER_NAMESPACE else ""
+        return f"Apply the shipped roles: resilience kubernetes manifests --only=rbac{own} | kubectl apply -f -"
+    return (
+        f"Ask an administrator of the cluster for a role with this right, bound to {who or 'whom the kubeconfig names'} "
+        f"(`kubectl auth can-i {verb} {resource}` tells when it is there), or use a --kubeconfig of somebody who has it."
+    )
 
 
 def _message(body: bytes) -> str:

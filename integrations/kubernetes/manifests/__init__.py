@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from resilience.integrations.kubernetes.api import CONTROLLER_NAMESPACE
 
-NAMESPACE, IMAGE = "resilience-system", "resilience:latest"
+NAMESPACE, IMAGE = CONTROLLER_NAMESPACE, "resilience:latest"
 RBAC = ("ClusterRole", "ClusterRoleBinding", "Role", "RoleBinding")
 _FILE = Path(__file__).with_name("controller.yaml")
 

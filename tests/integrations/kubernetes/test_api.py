@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import pytest
 from resilience.integrations.kubernetes import events
 from resilience.integrations.kubernetes.api import Api, Conflict, Forbidden, NotFound, Unreachable
-from resilience.integrations.kubernetes.manifests import manifests
+from resilience.integrations.kubernetes.manifests import NAMESPACE, manifests
 from resilience.integrations.kubernetes.parts import ADDED, DELETED, MODIFIED, NODES, PODS, Kind
 from resilience.integrations.kubernetes.watching import LISTED, Change, Watcher
 
@@ -107,8 +107,22 @@ def test_missing_permission_is_named(cluster: Cluster, verb: str, group: str, re
     said = str(caught.value)
     scope = f'in namespace "{where}"' if where else "in the whole cluster"
     assert f'verb "{verb}", resource "{resource}", API group "{group}", {scope}' in said
-    assert "nobody-in-particular" in said
-    assert "resilience kubernetes manifests --only=rbac | kubectl apply -f -" in said
+    assert f"Ask an administrator of the cluster for a role with this right, bound to {NOBODY}" in said
+    assert f"kubectl auth can-i {verb} {resource}" in said
+    assert "manifests" not in said, "the shipped roles are bound to the controller's account"
+
+
+@pytest.mark.parametrize(
+    ("namespace", "flag"), [(NAMESPACE, ""), ("ml", " --namespace=ml")], ids=["as shipped", "elsewhere"]
+)
+def test_account_of_the_shipped_manifests_is_told_how_its_roles_are_applied(
+    cluster: Cluster, namespace: str, flag: str
+) -> None:
+    (account,) = [it for it in manifests() if it["kind"] == "ServiceAccount"]
+    who = f"system:serviceaccount:{namespace}:{account['metadata']['name']}"
+    with pytest.raises(Forbidden) as caught:
+        Api(cluster.server.client(who)).get(Kind("", "v1", "secrets"), "x", cluster.name)
+    assert f"resilience kubernetes manifests --only=rbac{flag} | kubectl apply -f -" in str(caught.value)
 
 
 def test_missing_right_to_record_events_is_said_once_and_other_refusals_each_time(
