@@ -170,6 +170,7 @@ def _report(ruling: Ruling, out: Sequence[Judgement], nodes: Sequence[Node], cyc
     leave = [
         f"node {item.node} ({nodes[item.node].title}) "
         + (f"ends with exit code {code}" if code is not None else "is gone")
+        + (f" ({item.state}: {item.why})" if item is not worst else "")  # the culprit's is said above
         for item in out
         for code in (codes.get(item.state, exits.UNFIT),)
     ]
