@@ -83,13 +83,17 @@ def _add_cluster(parser: argparse.ArgumentParser) -> None:
 
 def _render(args: argparse.Namespace) -> int:
     for group, by in _described(args):
-        marks = by.marks(group)
+        marks = by.marks(group, group.roles[0].name if group.roles else "")
         carried = {
             key: dict(more) for key, more in (("labels", marks.labels), ("annotations", marks.annotations)) if more
         }
         needs = yaml.safe_dump({"metadata": carried, "spec": {"schedulerName": marks.scheduler_name}}, sort_keys=False)
         sys.stdout.write("---\n# Create it before its Pods, which need:\n")
-        sys.stdout.writelines(f"#   {line}\n" for line in needs.splitlines())
+        others = ", ".join(role.name for role in group.roles[1:])
+        own = {**marks.labels, **marks.annotations}.keys() - {*by.marks(group).labels, *by.marks(group).annotations}
+        for line in needs.splitlines():
+            more = f"  # or {others}: each Pod its own" if others and line.split(":")[0].strip() in own else ""
+            sys.stdout.write(f"#   {line}{more}\n")
         sys.stdout.write(yaml.safe_dump(by.resource(group), sort_keys=False))
     return 0
 

@@ -52,6 +52,20 @@ def test_what_pods_need_is_written_above_the_group(capsys: pytest.CaptureFixture
     assert "#     schedulerName: t9k-scheduler" in shown
 
 
+@pytest.mark.parametrize(
+    ("by", "key"),
+    [("t9k", "scheduler.tensorstack.dev/role"), ("volcano", "volcano.sh/task-spec"), ("coscheduling", "")],
+)
+def test_pods_of_a_group_with_roles_are_said_to_need_their_role(
+    by: str, key: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--name=g", "--min-member=3", "--role=master=1", "--role=worker=1", f"--scheduler={by}"]
+    assert main(["podgroup", "render", *flags]) == 0
+    shown = capsys.readouterr().out
+    assert (f"#       {key}: master  # or worker: each Pod its own\n" in shown) == bool(key)
+    assert ("master" in shown.partition("apiVersion")[0]) == bool(key)
+
+
 def test_group_of_a_job_comes_from_its_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "job.yaml"
     service = {"apiVersion": "v1", "kind": "Service", "metadata": {"name": "s"}}
