@@ -105,9 +105,10 @@ class Controller:
             self._turned = time.monotonic()
             if stop.wait(0.1):
                 return False
-            if not said:
+            other = self._election.other
+            if other and not said:
                 said = True
-                _LOG.info("waiting to lead; another replica may be at work.")
+                _LOG.info("waiting to lead: replica %s has the lease.", other)
         return True
 
     def _loop(self, stop: threading.Event) -> int:

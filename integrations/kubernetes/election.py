@@ -51,6 +51,11 @@ class Election:
         """Whether this replica may act now."""
         return time.monotonic() < self._until
 
+    @property
+    def other(self) -> str:
+        """Return which other replica had the lease when it was last looked at; empty where none had."""
+        return self._seen[0] if self._seen[0] != self._me else ""
+
     def release(self) -> None:
         """Stand back, and let another one take over."""
         self._stop.set()

@@ -23,7 +23,7 @@ from resilience.integrations.kubernetes import events, placement, pods
 from resilience.integrations.kubernetes.api import Api, Conflict, KubernetesError, NotFound, Unreachable
 from resilience.integrations.kubernetes.members import Member, member
 from resilience.integrations.kubernetes.memory import Memory, Record
-from resilience.integrations.kubernetes.observing import is_over, observe
+from resilience.integrations.kubernetes.observing import is_over, observe, waiting
 from resilience.integrations.kubernetes.parts import DELETED, NODES, Kind, Thing
 from resilience.integrations.kubernetes.pauses import Pauses
 
@@ -137,7 +137,7 @@ class Groups:
         if not any(it.filled or it.waits for it in members):
             record.state = escalation.paused(record.state, now)  # a job that has ended waits for nobody
         told = []
-        for decision in escalation.due(record.state, self._rules, now):
+        for decision in escalation.due(record.state, self._rules, now, waiting(record, members)):
             told.append((decision, self._decided(record, decision, members, now)))
         self._memory.save(record)
         self._records[key] = record

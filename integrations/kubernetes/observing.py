@@ -81,6 +81,17 @@ def _taken_away(record: Record, members: Sequence[Member]) -> None:
             record.state = escalation.over(record.state, group)
 
 
+def waiting(record: Record, members: Sequence[Member]) -> dict[str, str]:
+    """Return the pods that wait for a node in the place of those that are missed, by the seat."""
+    doomed = set(record.doomed.values())
+    free = sorted((it for it in members if it.waits and it.uid not in doomed), key=lambda it: (it.created, it.name))
+    found = {it.seat: it.name for it in free if it.seat in record.seats}
+    anybody = [it.name for it in free if it.seat.startswith(ANONYMOUS) and it.seat not in record.seats]
+    empty = [name for name in record.seats if name.startswith(ANONYMOUS) and name not in found]
+    missed = [name for name in empty if any(name in it.absent for it in record.state.incidents.values())]
+    return {**found, **dict(zip(missed, anybody, strict=False))}
+
+
 def _why(name: str, seat: Seat, members: Sequence[Member]) -> str:
     mine = [it for it in members if it.seat == name]
     newest = max(mine, key=lambda it: (it.created, it.uid), default=None)

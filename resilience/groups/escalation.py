@@ -132,14 +132,22 @@ def paused(state: State, now: float) -> State:
     return dataclasses.replace(state, incidents=incidents)
 
 
-def due(state: State, rules: Rules, now: float) -> Sequence[Decision]:
-    """Return what follows now, for each group that waits too long; nothing twice."""
+def due(state: State, rules: Rules, now: float, waiting: Mapping[str, str] | None = None) -> Sequence[Decision]:
+    """Return what follows now, for each group that waits too long; nothing twice.
+
+    ``waiting``: replacements that are there and have no node yet, by the member's name. They change the words only.
+    """
     found, moves = [], state.moves
     for group, incident in sorted(state.incidents.items(), key=lambda it: (it[1].since, it[0])):
         if incident.moved_at is not None or incident.refused or now - incident.since < rules.threshold_s:
             continue
         who, item = min(incident.absent.items(), key=lambda it: (it[1].since, it[0]))
-        blocked = f"{who} ({item.why}) has had no replacement for {now - item.since:.0f} s (threshold {rules.threshold_s:g} s)"
+        waits = (waiting or {}).get(who)
+        lacks = "node" if waits else "replacement"
+        blocked = (
+            f"{who} ({item.why}) has had no {lacks} for {now - item.since:.0f} s (threshold {rules.threshold_s:g} s)"
+        )
+        blocked += f", its replacement {waits} waits for one" if waits else ""
         if moves < rules.max_moves:
             moves += 1
             found.append(

@@ -20,6 +20,15 @@ def test_replacement_that_comes_in_time_moves_nobody() -> None:
     assert not due(state, RULES, 5000.0)
 
 
+def test_words_tell_a_replacement_without_a_node_from_none_at_all() -> None:
+    state = lost(State(), "0", "pod-1", 1000.0, WHY)
+    (none,) = due(state, RULES, 1308.0, {"pod-7": "pod-7-abc"})
+    assert f"pod-1 ({WHY}) has had no replacement for 308 s" in none.reason
+    (waits,) = due(state, RULES, 1308.0, {"pod-1": "pod-1-abc"})
+    assert f"pod-1 ({WHY}) has had no node for 308 s (threshold 300 s), its replacement pod-1-abc waits" in waits.reason
+    assert "replacement for" not in waits.reason
+
+
 def test_replacement_that_is_blocked_for_300_seconds_moves_its_whole_group() -> None:
     state = lost(State(), "0", "pod-1", 1000.0, WHY)
     assert not due(state, RULES, 1299.9)

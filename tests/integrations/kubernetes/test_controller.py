@@ -83,6 +83,7 @@ def test_shipped_role_suffices_for_everything_the_controller_does(cluster: Clust
     wait_for(moved, "the group to be made again", 60)
     assert "missing permission" not in running.log(), running.log()
     assert "ERROR" not in running.log(), running.log()
+    assert "waiting to lead" not in running.log(), "there is no other replica"
 
 
 def state_of(cluster: Cluster) -> list[dict[str, Any]]:

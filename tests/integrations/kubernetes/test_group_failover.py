@@ -109,7 +109,7 @@ def test_group_whose_replacement_waits_300_seconds_is_evicted_together_and_its_r
     assert avoided(cluster) == {"0", "1"}
     told = [it for it in cluster.events() if it["reason"] == "GroupFailover"]
     assert {it["involvedObject"]["kind"] for it in told} == {"Job", "Pod"}
-    assert "threshold 300 s" in told[0]["message"]
+    assert "has had no node for 300 s (threshold 300 s), its replacement w1-b waits for one" in told[0]["message"]
 
 
 def test_group_moves_once_per_incident_and_its_labels_go_when_it_has_its_nodes(cluster: Cluster) -> None:

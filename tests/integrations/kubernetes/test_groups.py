@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from resilience.integrations.kubernetes.members import member
 from resilience.integrations.kubernetes.memory import Record, Seat
-from resilience.integrations.kubernetes.observing import is_over, observe
+from resilience.integrations.kubernetes.observing import is_over, observe, waiting
 from resilience.integrations.kubernetes.placement import avoid_key, avoids, elsewhere, manifest, nodes_left
 
 from resilience.groups.escalation import Rules, due, moved
@@ -98,6 +98,16 @@ def test_member_that_is_gone_or_failed_or_whose_replacement_waits_is_missed(how:
     assert {"gone": "gone", "failed": "failed", "leaving": "deleted", "waits": "0/4 nodes"}[how] in absent[1].why
 
 
+def test_replacement_that_waits_is_known_by_its_seat_and_one_that_is_told_to_go_is_none() -> None:
+    pods = four()
+    record = look(Record("default", "train"), pods)
+    pods[1] = indexed(1, None, "", "b")
+    record = look(record, pods, 100.0)
+    assert waiting(record, [member(it) for it in pods]) == {"1": "train-1-b"}
+    record.doomed["train-1-b"] = "1b"
+    assert waiting(record, [member(it) for it in pods]) == {}
+
+
 def test_replacement_with_a_node_ends_the_incident_and_its_group_is_that_of_its_seat() -> None:
     pods = four()
     record = look(Record("default", "train"), pods)
@@ -126,6 +136,7 @@ def test_pods_that_cant_be_told_apart_take_over_from_one_another() -> None:
     )
     record = look(record, [anonymous("a", "n1", 0), anonymous("c", "n3", 1), anonymous("d", "", None)], 100.0)
     assert list(record.state.incidents["0"].absent) == ["pod/train-b"]
+    assert waiting(record, [member(anonymous("d", "", None))]) == {"pod/train-b": "train-d"}
     record = look(record, [anonymous("a", "n1", 0), anonymous("c", "n3", 1), anonymous("d", "n4", None)], 200.0)
     assert not record.state.incidents
     assert {name: seat.group for name, seat in record.seats.items()} == {
