@@ -98,7 +98,8 @@ def own_fault(node: int, told: Mapping[int, Alone], wanted: int) -> str:
         return mine.error
     if mine.devices == 0:
         return f"it has no device of the kind {mine.accelerator!r}"
-    if not mine.host_only and mine.devices < wanted:
+    shared = mine.host_only and mine.devices == 1  # any number of workers share the host's processors
+    if not shared and mine.devices < wanted:
         return f"it has {mine.devices} devices of the kind {mine.accelerator!r}, its workers need {wanted}"
     others = {it.accelerator for it in told.values() if it.devices and not it.host_only and not it.error}
     if mine.host_only and others:

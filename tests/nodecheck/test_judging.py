@@ -38,6 +38,12 @@ def test_what_is_wrong_with_a_node_by_itself_makes_it_faulty(told: Alone, words:
     assert found.mark
 
 
+def test_accelerator_of_ones_own_on_the_hosts_processors_that_counts_devices_must_have_enough() -> None:
+    told = {0: Alone("", "xxxx", 2, host_only=True, seconds=0.1)}
+    assert own_fault(0, told, wanted=3) == "it has 2 devices of the kind 'xxxx', its workers need 3"
+    assert own_fault(0, told, wanted=2) == ""
+
+
 def test_workers_without_devices_need_none() -> None:
     told = {0: Alone("", "cpu", 1, True, "cpu", 0.1)}
     assert own_fault(0, told, wanted=8) == ""
