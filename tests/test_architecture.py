@@ -204,10 +204,11 @@ def test_adapters_stand_on_what_a_rank_may_import_and_on_their_own_framework(mod
     own["kubernetes"] = {"kubernetes", "urllib3", "yaml"}
     parts = module.split(".")
     frameworks = own.get(parts[2], set()) if len(parts) > 2 else set()
+    more = {"nodecheck"} if parts[2:4] == ["kubernetes", "job"] else set()  # no rank: it prints what launchers are told
     for name in imports(adapters()[module]):
         if name.startswith("resilience."):
             target = room_of(name)
-            assert target in ADAPTERS_MAY_IMPORT or target not in MAY_IMPORT, f"{module} imports {name}"
+            assert target in ADAPTERS_MAY_IMPORT | more or target not in MAY_IMPORT, f"{module} imports {name}"
         else:
             top = name.partition(".")[0]
             assert top in sys.stdlib_module_names | {"torch", "resilience"} | frameworks, f"{module} imports {name}"

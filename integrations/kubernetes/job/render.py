@@ -11,6 +11,7 @@ Hazard: a Job with such a policy needs ``restartPolicy: Never``. A container tha
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from resilience.integrations.kubernetes.job.values import NO_GANG, JobValues, quantity
@@ -18,9 +19,11 @@ from resilience.integrations.kubernetes.placement import away_from_nodes_left
 from resilience.integrations.kubernetes.podgroups.jobs import GANG, MIN_MEMBER, PRIORITY, QUEUE, SCHEDULER_NAME
 from resilience.integrations.kubernetes.podgroups.schedulers import GangScheduler, Marks, scheduler
 
+from resilience.errors import ConfigError, nearest
 from resilience.failover import exits
 from resilience.failover.failure import HARDWARE_CODES
 from resilience.groups import topology
+from resilience.nodecheck import accelerators
 
 JOB_LABEL = "resilience.dev/job"
 CONTAINER = "train"
@@ -65,7 +68,18 @@ def notes(values: JobValues) -> tuple[str, ...]:
             "no memory is set aside for FlashCheckpoint's snapshots: give snapshot_state if the script uses it. It says the figure "
             "before step 0."
         )
-    return tuple(found)
+    return (*found, *_unknown_accelerator(values.accelerator))
+
+
+def _unknown_accelerator(name: str) -> Iterator[str]:
+    """Say where a name is not known here: it may be an entry point of a package in the image, or a typo."""
+    try:
+        accelerators.check_name(name or accelerators.AUTO)
+    except ConfigError:
+        yield (
+            f"accelerator {name!r} is not known here.{nearest(name, accelerators.names())} The image must have an entry point of "
+            f"that name (group {accelerators.GROUP}), else every launcher ends with 2."
+        )
 
 
 def _metadata(values: JobValues, name: str = "", **more: Any) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -46,7 +47,9 @@ class JobValues:
 
     name: str = _value("", "of the Job, and of its Service and its PodGroup where it has them")
     image: str = _value("", "container image with the script, torch and resilience-sdk in it")
-    script: tuple[str, ...] = _value((), "the training script and its arguments, as after `resilience run`")
+    script: tuple[str, ...] = _value(
+        (), "the training script and its arguments, as after `resilience run`; a list, or one line"
+    )
     namespace: str = _value(
         "", "empty: the current one; a rack that is left is then only avoided where that is 'default'"
     )
@@ -71,7 +74,7 @@ class JobValues:
         False, "check every node before each start; a faulty one ends with 80 and never trains"
     )
     accelerator: str = _value("", "what is checked: cpu, nvidia, ascend or your own; empty: what torch finds")
-    launcher_args: tuple[str, ...] = _value((), "more flags for `resilience run`")
+    launcher_args: tuple[str, ...] = _value((), "more flags for `resilience run`; a list, or one line")
     env: Mapping[str, str] = _value({}, "environment variables of the container")
     checkpoint_claim: str = _value("", "PersistentVolumeClaim for checkpoints that is there already")
     checkpoint_size: str = _value("", "make a PersistentVolumeClaim of this size for checkpoints")
@@ -216,6 +219,14 @@ def quantity(text: str, name: str) -> float:
     return float(found[1]) * _SCALE[found[2]]
 
 
+def _words(name: str, text: str) -> list[str]:
+    """Return the words of a text, as a shell reads them."""
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise ValuesError(f"{name} is {text!r}, which no shell can read: {error}. Write a list of words.") from error
+
+
 def _typed(name: str, value: Any, item: dataclasses.Field[Any]) -> Any:
     """Return a value in the type of its field; raise where it is of another one."""
     default = {} if item.default is dataclasses.MISSING else item.default
@@ -224,8 +235,9 @@ def _typed(name: str, value: Any, item: dataclasses.Field[Any]) -> Any:
     elif isinstance(default, int):
         fits, wanted = type(value) is int, "a whole number"
     elif isinstance(default, tuple):
+        value = _words(name, value) if isinstance(value, str) else value
         fits = isinstance(value, (list, tuple)) and all(isinstance(word, (str, int, float)) for word in value)
-        value, wanted = tuple(map(str, value)) if fits else value, "a list of words"
+        value, wanted = tuple(map(str, value)) if fits else value, "a list of words, or one line of them"
     elif isinstance(default, dict):
         fits = isinstance(value, Mapping) and all(isinstance(entry, (str, int, float)) for entry in value.values())
         value, wanted = {str(k): str(v) for k, v in value.items()} if fits else value, "names and texts"

@@ -277,7 +277,8 @@ def test_rules_are_as_the_api_wants_them() -> None:
         ({"name": "2llm"}, "can't be used"),
         ({"name": "l" * 62, "nodes": 100}, "is a host name"),
         ({"image": ""}, "image is missing"),
-        ({"script": "train.py"}, "script is 'train.py': it must be a list of words"),
+        ({"script": {"train.py": 1}}, "script is {'train.py': 1}: it must be a list of words"),
+        ({"script": "train.py 'a"}, "which no shell can read"),
         ({"memory": "8 GB"}, "memory '8 GB' is no quantity"),
         ({"gang": "vulcano"}, "Did you mean 'volcano'"),
         ({"gang": "t9k", "priority": 200}, "from 0 to 100"),
@@ -304,6 +305,20 @@ def test_missing_volume_and_missing_snapshot_memory_are_said() -> None:
     assert "no volume for checkpoints" in said
     assert "give snapshot_state" in said
     assert notes(from_mapping({**LLM, "checkpoint_claim": "c", "snapshot_state": "1Gi"})) == ()
+
+
+@pytest.mark.parametrize(("name", "said"), [("nvida", "Did you mean 'nvidia'"), ("xxxx", "entry point of that name")])
+def test_accelerator_that_is_not_known_here_is_said_for_the_image_may_have_it(name: str, said: str) -> None:
+    quiet = {**LLM, "checkpoint_claim": "c", "snapshot_state": "1Gi", "network_check": True}
+    (note,) = notes(from_mapping({**quiet, "accelerator": name}))
+    assert said in note
+    for known in ("nvidia", "nvidia.com/gpu", "my_check::Mine", ""):
+        assert notes(from_mapping({**quiet, "accelerator": known})) == ()
+
+
+def test_script_in_one_line_is_read_as_a_shell_does() -> None:
+    values = from_mapping({**LLM, "script": "train.py --name 'two words'"})
+    assert values.script == ("train.py", "--name", "two words")
 
 
 # -- the command ------------------------------------------------------------------------------------------------------
