@@ -51,19 +51,17 @@ class FileMonitor(ErrorMonitor):
     """Keeps faulty nodes in a file, one JSON object per line, for whoever acts on them. It is only ever added to."""
 
     def __init__(self, path: str) -> None:
-        """Make its folder; raise :class:`ConfigError` where no such file can be. A disk that is full now may not be later."""
+        """Raise :class:`ConfigError` where no such file can be. A folder that is not there is a typo, or a mount that is missing:
+        nobody would look for faults in one that we make. A disk that is full now may not be later."""
         self.path = Path(path).expanduser()
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-        except (FileNotFoundError, FileExistsError, NotADirectoryError, PermissionError) as error:
-            raise _no_such_file(path, error.strerror) from error
+        if not self.path.parent.is_dir():
+            raise _no_such_file(path, f"there is no folder {self.path.parent}")
         if self.path.is_dir() or not os.access(self.path if self.path.exists() else self.path.parent, os.W_OK):
             raise _no_such_file(path, "Is a directory" if self.path.is_dir() else "it is not writable")
 
     def mark(self, fault: NodeFault) -> None:
         """Add a line, unless it is there, and see that it is on the disk."""
         is_new = not self.path.exists()
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a+b") as file:
             fcntl.flock(file, fcntl.LOCK_EX)  # launchers may share the file
             file.seek(0)
@@ -83,7 +81,7 @@ class FileMonitor(ErrorMonitor):
                 os.close(folder)
 
 
-def _no_such_file(path: str, why: str | None) -> ConfigError:
+def _no_such_file(path: str, why: str) -> ConfigError:
     return ConfigError(f"error_monitor='file:{path}': it can't be written: {why}. Nothing was started.")
 
 

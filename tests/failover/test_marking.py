@@ -28,7 +28,7 @@ def lines(path: Path) -> list[dict[str, object]]:
 
 
 def test_file_has_one_line_for_a_fault_however_often_it_is_told(tmp_path: Path) -> None:
-    path = tmp_path / "new" / "faults.jsonl"
+    path = tmp_path / "faults.jsonl"
     for _ in range(3):
         FileMonitor(str(path)).mark(FAULT)
     other = dataclasses.replace(FAULT, node="gpu-08")
@@ -69,11 +69,12 @@ def test_file_without_a_path_is_asked_for_it(spec: str) -> None:
         load(spec)
 
 
-@pytest.mark.parametrize("where", ["/proc/x/y", "{folder}/file/y", "{folder}"])
-def test_file_that_can_not_be_is_refused(tmp_path: Path, where: str) -> None:
+@pytest.mark.parametrize("where", ["/proc/x/y", "{folder}/file/y", "{folder}", "{folder}/tpyo/y"])
+def test_file_that_can_not_be_is_refused_and_no_folder_made_for_it(tmp_path: Path, where: str) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="can't be written"):
         load(f"file:{where.format(folder=tmp_path)}")
+    assert [it.name for it in tmp_path.iterdir()] == ["file"]
 
 
 def test_entry_point_is_found_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
