@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -99,6 +101,22 @@ def test_faulty_node_is_told_to_the_monitor_and_left_in_the_message_that_are_nam
     assert left is not None
     assert left.message == told["message"]
     assert "is marked as faulty" in log.read_text()
+
+
+@pytest.mark.spawns
+def test_ill_node_of_the_page_is_found_faulty(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "nodecheck.md").read_text(encoding="utf-8")
+    code = next(it for it in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "# sick.py" in it)
+    (line,) = [it for it in re.findall(r"```bash\n(.*?)```", page, re.DOTALL) if "sick::Sick" in it]
+    (tmp_path / "sick.py").write_text(code)
+    variable, _, *flags = shlex.split(line)
+    name, _, value = variable.partition("=")
+    command = [sys.executable, "-m", "resilience", *flags]
+    done = subprocess.run(
+        command, env={**ENV, name: value}, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 80, done.stderr
+    assert "the product of the GEMM is wrong" in done.stdout
 
 
 @pytest.mark.spawns
