@@ -254,7 +254,7 @@ def test_kubeconfig_that_is_none_is_an_error_in_a_sentence(
     pytest.importorskip("kubernetes")
     config = tmp_path / "config"
     config.write_text(text)
-    assert uncordon(["node", f"--kubeconfig={config}"]) == 1
+    assert uncordon(["node", f"--kubeconfig={config}"]) == 2
     assert "there is no way to a cluster" in capsys.readouterr().err
 
 
