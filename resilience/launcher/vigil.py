@@ -211,7 +211,11 @@ class Vigil:
         if quiet or time.monotonic() < self._newcomers_due or (self._venue.has_roster and self.link.me != 0):
             return None
         self._newcomers_due = time.monotonic() + _NOW_AND_THEN_S
-        number = self._venue.newcomers()
+        try:
+            number = self._venue.newcomers()
+        except RuntimeError as error:  # the link finds out whether the store is gone, and the watchdog acts
+            _LOG.debug("the rendezvous store does not answer: %s", error)
+            return None
         if number == 0:
             return None
         _LOG.info("%s more node%s came: all workers are restarted, which does not count.", number, "s" * (number > 1))

@@ -72,3 +72,21 @@ def test_with_a_store_of_its_own_the_job_survives_the_loss_of_any_launcher(tmp_p
             for node in (it.nodes[1], newcomer):
                 node.await_steps(cycle)
         assert finish([it.nodes[1], it.nodes[3]]) == [0, 0], it.logs()
+
+
+def test_a_store_of_its_own_that_is_killed_ends_all_nodes_with_the_code_to_try_again(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "resilience", "store", "--host=127.0.0.1", "--port=0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        port = int(process.stdout.readline().split("serving 127.0.0.1:")[1].split(".")[0])
+        with Fleet(tmp_path, "2", ["--ft-store-silence-timeout=4"], SCRIPT, port=port) as it:
+            for _ in range(2):
+                it.add()
+            for node in it.nodes:
+                node.await_steps(0)
+            process.kill()
+            assert [node.wait() for node in it.nodes] == [75, 75], it.logs()
+            assert "Traceback" not in it.logs()
+            for node in it.nodes:
+                assert node.report(0)["culprit"]["kind"] == "node"
+                node.assert_nothing_left()
