@@ -130,8 +130,8 @@ class Examination:
         if number == 1:
             heard = self._collect("alone", range(self._nodes), patience)
             self._told = {node: Alone.from_json(item) for node, item in heard.items()}
-            groups = first(sound(self._told, terms.wanted))
-            again = sorted(slow_alone(self._told, terms.wanted, fitting(self._told, terms.rule)))
+            groups = first(sound(self._told))
+            again = sorted(slow_alone(self._told, fitting(self._told, terms.rule)))
         else:
             self._hear_trials(number - 1, patience)
             groups = following(self._evidence(), number - 1)
@@ -140,12 +140,12 @@ class Examination:
             devices = {str(node): self._told[node].devices for group in groups for node in group}
             self._post(f"step/{number}", {"groups": groups, "again": again, "devices": devices})
             return
-        ruling = judge(self._nodes, self._told, self._evidence(), terms.wanted, number - 1)
+        ruling = judge(self._nodes, self._told, self._evidence(), number - 1)
         self._post(f"step/{number}", {"ruling": ruling.as_json()})
 
     def _evidence(self) -> Evidence:
         rule = fitting(self._told, self._terms.rule)
-        return Evidence(sound(self._told, self._terms.wanted), self._trials, self._vanished, rule)
+        return Evidence(sound(self._told), self._trials, self._vanished, rule)
 
     def _hear_trials(self, number: int, patience: float) -> None:
         members = [node for group in self._groups for node in group]
@@ -187,7 +187,13 @@ class Examination:
             self._crew.load()
             answers = self._crew.alone(self._terms.folder, self._terms.timeout) if self._crew.devices else []
         except Broken as broken:
-            return Alone(str(broken), self._crew.accelerator, self._crew.devices, ahead_s=self._ahead_s)
+            return Alone(
+                str(broken),
+                self._crew.accelerator,
+                self._crew.devices,
+                ahead_s=self._ahead_s,
+                wanted=self._terms.wanted,
+            )
         host = answers[0]["host"] if answers else {"figures": {}, "faults": (), "warnings": ()}
         worst = max(answers, key=lambda item: float(item["seconds"]), default={"seconds": 0.0, "rate": 0.0})
         return Alone(
@@ -202,6 +208,7 @@ class Examination:
             tuple(host["faults"]),
             tuple(host["warnings"]),
             self._ahead_s,
+            self._terms.wanted,
         )
 
     def _take_part(self, number: int, order: Mapping[str, Any], mine: Alone) -> None:

@@ -56,6 +56,7 @@ class Script:
     hangs_for: float = 0.0
     later: float = 0.0  # its GEMM when it tries again, if another
     devices: int = 1
+    wanted: int = 1
     real_devices: bool = False  # and not the host's processors
     log: list[str] = field(default_factory=list)
 
@@ -95,7 +96,8 @@ class Actor:
         if self.script.cut_off:
             raise Broken(self.script.says)
         key = f"group/{tag}/{address[0]}"
-        self.board.keys[f"{key}/{first}"] = str(self.script.gathers_in)
+        for rank in range(first, first + self.devices):
+            self.board.keys[f"{key}/{rank}"] = str(self.script.gathers_in)
         while True:  # until everybody is there, as a collective
             there = [text for name, text in list(self.board.keys.items()) if name.startswith(f"{key}/")]
             if len(there) == world:
@@ -118,7 +120,7 @@ def check(*scripts: Script, fit: tuple[bool, ...] = ()) -> tuple[list[Ruling | E
 
     def node(me: int) -> None:
         crew = cast(Crew, Actor(scripts[me], me, board))
-        terms = Terms(TERMS.folder, f"here-{me}", 1, TERMS.timeout)
+        terms = Terms(TERMS.folder, f"here-{me}", scripts[me].wanted, TERMS.timeout)
         try:
             results[me] = Examination(board, me, NAMES[: len(scripts)], crew=crew, terms=terms).run(
                 bool(fit and fit[me])
@@ -148,6 +150,12 @@ def test_healthy_nodes_all_read_the_same_ruling(count: int) -> None:
     results, _ = check(*(Script() for _ in range(count)))
     assert len(results) == count
     assert states(results) == [HEALTHY] * count
+
+
+@pytest.mark.parametrize("first", [1, 4])
+def test_nodes_with_different_numbers_of_workers_are_all_healthy(first: int) -> None:
+    results, _ = check(*(Script(devices=count, wanted=count, real_devices=True) for count in (first, 2, 1)))
+    assert states(results) == [HEALTHY] * 3
 
 
 @pytest.mark.parametrize("bad", [0, 2])
