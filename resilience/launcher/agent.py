@@ -36,7 +36,7 @@ from resilience.failover.error_monitor import NodeFault, of_code
 from resilience.failover.history import History
 from resilience.failover.restart_policy import LEFT
 from resilience.launcher import cuda, lines
-from resilience.launcher.agreement import Agreement, Node, agree
+from resilience.launcher.agreement import Agreement, Node, agree, introduce
 from resilience.launcher.coroner import Coroner, Papers, torch_can_read
 from resilience.launcher.court import Court, Cycle, Verdict
 from resilience.launcher.fitness import Fitness
@@ -185,8 +185,7 @@ class Agent(LocalElasticAgent):  # type: ignore[misc]  # torch is untyped here
             )
         else:
             # A static rendezvous has no rounds: nobody waits for the others, so the cycle is counted by each node.
-            count = len(ranks)
-            nodes = tuple(Node(node.host, tuple(range(n * count, (n + 1) * count))) for n in range(world))
+            nodes = introduce(worker_group.store, me, world, node)
             agreement = Agreement(self.cycle + 1, nodes, learned, self._case.history)
         self.cycle = agreement.cycle
         self._case = Cycle(agreement.cycle, agreement.offset_ns, agreement.history)
