@@ -3,6 +3,8 @@
 The check is the launcher's own (:mod:`resilience.nodecheck`); only the board is another one: no cycle runs, so there is no line
 between launchers. Each node writes a beat into the store; one that is silent for ``--ft-node-silence-timeout`` is gone.
 
+Hazard: a call of a store whose host is frozen never returns. After ``--ft-store-silence-timeout`` a thread ends the command.
+
 Exit codes: 0 fit, 80 unfit, 75 can't be told, or the other nodes did not come, 2 a flag that can't be meant.
 """
 
@@ -16,7 +18,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ from resilience.errors import ConfigError, UnsupportedPlatform
 from resilience.failover import exits
 from resilience.launcher import lines
 from resilience.launcher.cli import Parser, add_settings, settings_from
+from resilience.launcher.watchdog import Watchdog
 from resilience.nodecheck import accelerators, pairing
 from resilience.nodecheck.crew import Broken, Crew
 from resilience.nodecheck.exchange import Examination, Interrupted, Terms
@@ -36,6 +39,7 @@ _LOG = logging.getLogger("resilience.launcher")
 _JOIN_S = 600
 _STAY_S = 30.0
 _BEAT_S = 2.0
+_LOOK_S = 0.05
 _SHOWN = 8
 _PER_NODE_S = 0.02  # all nodes read all beats
 
@@ -62,10 +66,46 @@ class Alone:
         """Let go of it."""
 
 
+class TimedStore:
+    """torch's store, of which is known for how long it has not answered. No call waits for a key: that would look the same."""
+
+    def __init__(self, store: Any = None) -> None:
+        self.store = store
+        self._open: dict[int, float] = {}  # by thread, since when it waits for an answer
+
+    def silent_for(self) -> float:
+        """Return for how many seconds the oldest call has been waiting."""
+        return max((time.monotonic() - since for since in list(self._open.values())), default=0.0)
+
+    def set(self, key: str, text: str) -> None:
+        """Write a key."""
+        with self._timed():
+            self.store.set(key, text)
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Whether all keys are there."""
+        with self._timed():
+            return bool(self.store.check(list(keys)))
+
+    def read(self, keys: Sequence[str]) -> list[str]:
+        """Read keys that are there."""
+        with self._timed():
+            return [bytes(value).decode() for value in self.store.multi_get(list(keys))]
+
+    @contextlib.contextmanager
+    def _timed(self) -> Iterator[None]:
+        me = threading.get_ident()
+        self._open[me] = time.monotonic()
+        try:
+            yield
+        finally:
+            del self._open[me]
+
+
 class StoreBoard(Alone):
     """A board in torch's store. A thread of its own writes this node's beat and looks at the others'."""
 
-    def __init__(self, store: Any, me: int, names: Sequence[str], silence: float) -> None:
+    def __init__(self, store: TimedStore, me: int, names: Sequence[str], silence: float) -> None:
         """All of ``names`` must have written their first beat: :func:`join` sees to it."""
         super().__init__()
         self._store = store
@@ -85,7 +125,7 @@ class StoreBoard(Alone):
     def peek(self, key: str) -> str | None:
         """See :class:`Board`."""
         own = super().peek(key)
-        return own if own is not None else bytes(self._store.get(key)).decode() if self._store.check([key]) else None
+        return own if own is not None else self._store.read([key])[0] if self._store.check([key]) else None
 
     def lost_nodes(self) -> Mapping[int, str]:
         """See :class:`Board`."""
@@ -99,30 +139,36 @@ class StoreBoard(Alone):
     def _beat(self) -> None:
         every = min(self._silence / 4, max(_BEAT_S, len(self._names) * _PER_NODE_S))
         others = [node for node in range(len(self._names)) if node != self._me]
-        seen: dict[int, tuple[bytes, float]] = {}
+        seen: dict[int, tuple[str, float]] = {}
         count, looked = 0, time.monotonic()
         with contextlib.suppress(RuntimeError):  # a store that is gone: the check itself finds out
             while not self._closed.wait(every):
                 count += 1
                 self._store.set(f"beat/{self._me}", str(count))
-                beats = self._store.multi_get([f"beat/{node}" for node in others])
+                beats = self._store.read([f"beat/{node}" for node in others])
                 now = time.monotonic()
                 paused, looked = (
                     now - looked > 4 * every,
                     now,
                 )  # we were stopped ourselves: everybody gets another chance
-                for node, beat in zip(others, map(bytes, beats), strict=True):
-                    last, since = seen.get(node, (b"", now))
+                for node, beat in zip(others, beats, strict=True):
+                    last, since = seen.get(node, ("", now))
                     seen[node] = (beat, now if paused or beat != last else since)
                     if now - seen[node][1] > self._silence:
                         self._lost.setdefault(node, f"{self._names[node]} has been silent for {self._silence:g} s")
 
 
-def join(store: Any, me: int, name: str, nodes: int, silence: float) -> tuple[StoreBoard, tuple[str, ...]]:
+def join(store: TimedStore, me: int, name: str, nodes: int, silence: float) -> tuple[StoreBoard, tuple[str, ...]]:
     """Write who we are, and wait until everybody has; return the board and everybody's name."""
     store.set(f"beat/{me}", "0")
     store.set(f"name/{me}", name)
-    names = tuple(bytes(store.get(f"name/{node}")).decode() for node in range(nodes))
+    keys = [f"name/{node}" for node in range(nodes)]
+    deadline = time.monotonic() + silence
+    while not store.check(keys):
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"not all nodes said who they are within {silence:g} s")
+        time.sleep(_LOOK_S)
+    names = tuple(store.read(keys))
     return StoreBoard(store, me, names, silence), names
 
 
@@ -187,14 +233,16 @@ class Party:
             for node in range(len(self.names))
             if node not in self.board.lost_nodes()
         ):
-            time.sleep(0.05)
+            time.sleep(_LOOK_S)
 
 
 def _check(args: Any, settings: Settings, crew: Crew) -> int:
     from torch.distributed.elastic.rendezvous import RendezvousError  # noqa: PLC0415
 
+    store = TimedStore()
+    watchdog = Watchdog(lambda _: _end(args, settings, crew), settings.launcher.store_silence_timeout, store.silent_for)
     try:
-        party = _meet(args, settings)
+        party = _meet(args, settings, store, watchdog)
     except RendezvousError as error:
         sys.stderr.write(f"resilience nodecheck: the nodes did not come together at {args.rdzv_endpoint}: {error}\n")
         return exits.CUT_OFF
@@ -219,7 +267,20 @@ def _check(args: Any, settings: Settings, crew: Crew) -> int:
         return exits.CUT_OFF
     finally:
         party.board.close()
+        watchdog.close()
     return code
+
+
+def _end(args: Any, settings: Settings, crew: Crew) -> None:
+    """End the command from the watchdog's thread: the main one waits in a store call that never returns."""
+    limit = settings.launcher.store_silence_timeout
+    sys.stderr.write(
+        f"resilience nodecheck: the store at {args.rdzv_endpoint} has not answered for {limit:g} s. There is no verdict on this "
+        "node. Look at the host that serves the store, and at the way to it; then start the check again on all nodes.\n"
+    )
+    sys.stderr.flush()
+    crew.close(patience=0.0)
+    os._exit(exits.CUT_OFF)
 
 
 def _code(ruling: Ruling, me: int, settings: Settings) -> int:
@@ -228,7 +289,7 @@ def _code(ruling: Ruling, me: int, settings: Settings) -> int:
     return exits.CUT_OFF if ruling.judgements[me].state == pairing.UNDECIDED else exits.FINISHED
 
 
-def _meet(args: Any, settings: Settings) -> Party:
+def _meet(args: Any, settings: Settings, store: TimedStore, watchdog: Watchdog) -> Party:
     """Come together with the other nodes, if there are to be any."""
     name = settings.failover.node_name or socket.gethostname()
     if args.nnodes == "1":
@@ -250,7 +311,11 @@ def _meet(args: Any, settings: Settings) -> Party:
     except (ValueError, RuntimeError) as error:
         raise ConfigError(f"--nnodes={args.nnodes}, --rdzv-conf={args.rdzv_conf}: {error}") from error
     venue = open_venue(parameters, settings)
-    info = venue.handler.next_rendezvous()
-    board, names = join(info.store, info.rank, name, info.world_size, settings.launcher.node_silence_timeout)
+    venue.answered = watchdog.turn
+    with watchdog.phase("the nodes did not come together", settings.launcher.store_silence_timeout):
+        info = venue.handler.next_rendezvous()
+    venue.answered = lambda: None
+    store.store = info.store
+    board, names = join(store, info.rank, name, info.world_size, settings.launcher.node_silence_timeout)
     _LOG.info("%s nodes have come together and check each other: %s.", len(names), ", ".join(names[:_SHOWN]))
     return Party(board, info.rank, names, venue)

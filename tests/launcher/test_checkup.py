@@ -8,13 +8,12 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from resilience.errors import ConfigError
-from resilience.launcher.checkup import StoreBoard, join, main
-from tests.jobs import alive, children, free_port, wait_for
+from resilience.launcher.checkup import StoreBoard, TimedStore, join, main
+from tests.jobs import alive, children, free_port, stopped, wait_for
 
 torch = pytest.importorskip("torch")
 SILENCE_S = 1.0
@@ -36,7 +35,7 @@ def nodecheck(*flags: str, ailment: str, log: Path = Path(os.devnull)) -> subpro
 
 def party(nodes: int) -> list[StoreBoard]:
     """Boards of nodes that came together in one store."""
-    store: Any = torch.distributed.HashStore()
+    store = TimedStore(torch.distributed.HashStore())
     with ThreadPoolExecutor(nodes) as pool:
         joining = [pool.submit(join, store, me, f"host-{me}", nodes, SILENCE_S) for me in range(nodes)]
         found = [it.result() for it in joining]
@@ -98,3 +97,30 @@ def test_node_that_is_killed_during_the_check_costs_the_other_its_silence_and_no
     said = log.read_text()
     assert "goes has been silent for 3 s" in said or "vanished" in said, said
     assert code in (0, 75), said
+
+
+def pair(*flags: str) -> list[str]:
+    """The flags of two nodes on this host; the first serves the store."""
+    return ["--nnodes=2", f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--local-addr=127.0.0.1", *flags]
+
+
+@pytest.mark.spawns
+def test_node_ends_when_the_store_it_checks_in_stands_still_and_nothing_of_its_check_is_left(tmp_path: Path) -> None:
+    flags, log = pair("--ft-store-silence-timeout=2"), tmp_path / "log"
+    with (
+        nodecheck(*flags, "--rdzv-conf=is_host=1", ailment="hangs") as serves,
+        nodecheck(*flags, "--rdzv-conf=is_host=0", ailment="hangs", log=log) as node,
+    ):
+        try:
+            wait_for(lambda: "2 nodes have come together" in log.read_text(), "the nodes to come together")
+            (check,) = children(node.pid)
+            with stopped(serves.pid):
+                code = node.wait(60)
+        finally:
+            serves.kill()
+            node.kill()
+    said = log.read_text()
+    assert code == 75, said
+    assert "has not answered for 2 s" in said
+    assert "Traceback" not in said
+    assert not alive(check)
