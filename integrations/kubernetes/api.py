@@ -214,10 +214,12 @@ class Api:
         import urllib3  # noqa: PLC0415 - the client's
 
         url = f"{self._host}{path}" + (f"?{urlencode(query)}" if query else "")
-        asked = {"Accept": "application/json", **self._client.default_headers, **(headers or {})}
-        for setting in self._client.configuration.auth_settings().values():  # renewed here, where it has expired
-            if setting["in"] == "header" and setting["value"]:
-                asked[setting["key"]] = setting["value"]
+        asked = {
+            "Accept": "application/json",
+            **self._client.default_headers,
+            **(headers or {}),
+            **self._credentials(),
+        }
         try:
             return self._client.rest_client.pool_manager.request(
                 method,
@@ -230,6 +232,16 @@ class Api:
             )
         except (urllib3.exceptions.HTTPError, OSError) as error:
             raise Unreachable(f"the API server at {self._host} does not answer: {error}") from error
+
+    def _credentials(self) -> dict[str, str]:
+        """Return the headers that say who we are, renewed where they have expired."""
+        try:
+            found = self._client.configuration.auth_settings().values()
+        except (
+            Exception
+        ) as error:  # whatever the client makes of a token file that is being replaced, a plugin that fails
+            raise Unreachable(f"the credentials for {self._host} can't be read just now: {error!r}") from error
+        return {it["key"]: it["value"] for it in found if it["in"] == "header" and it["value"]}
 
 
 class Watch:
