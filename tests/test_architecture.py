@@ -39,7 +39,7 @@ PUBLIC = [
 ]
 
 # Which rooms a room may import, besides itself. Nothing imports what stands above it.
-BASE = {"config", "errors"}
+BASE = {"config", "errors", "kin"}
 ADAPTERS_MAY_IMPORT = {
     "checkpoint",
     "failover",
@@ -51,6 +51,7 @@ ADAPTERS_MAY_IMPORT = {
 }  # what a rank may
 MAY_IMPORT = {
     "errors": set[str](),
+    "kin": set[str](),
     "config": {"errors", "values"},
     "values": {"errors"},
     "pulse": BASE,

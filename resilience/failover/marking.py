@@ -14,7 +14,6 @@ Rule: a fault that was told is marked, or there is a line in the log that says t
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import dataclasses
 import fcntl
 import importlib
@@ -32,6 +31,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from resilience import kin
 from resilience.errors import ConfigError, nearest
 from resilience.failover.error_monitor import ErrorMonitor, NodeFault, from_message
 
@@ -43,7 +43,6 @@ _IMPORT_S = 60.0
 _PAUSES_S = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)  # and then every 30 s
 _REFUSED = 2
 _LEAVE_S = 2.0
-_PR_SET_PDEATHSIG = 1
 TERMINATION_LOG = "/dev/termination-log"
 
 
@@ -216,7 +215,7 @@ class Marker:
 
     def _run(self, verb: str, text: bytes, timeout: float) -> tuple[int | None, str]:
         """Run one attempt; return its exit code, if it ended, and what went wrong, or an empty string."""
-        command = [sys.executable, "-m", "resilience.failover.marking", verb, self._spec]
+        command = [sys.executable, "-m", "resilience.failover.marking", verb, self._spec, str(os.getpid())]
         try:
             self._attempt = subprocess.Popen(
                 command,
@@ -288,6 +287,5 @@ def main(verb: str, spec: str, told: Callable[[], str] = sys.stdin.read) -> int:
 
 
 if __name__ == "__main__":
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))  # a killed launcher leaves nothing behind
+    kin.end_with(int(sys.argv[3]))  # a killed launcher leaves nothing behind
     sys.exit(main(sys.argv[1], sys.argv[2]))

@@ -73,10 +73,10 @@ class _Hand:
         except OSError as error:
             raise Broken(f"the check could not be started, there is no place for its log: {error}") from None
         ours, theirs = socket.socketpair()
-        command = [sys.executable, "-m", "resilience.nodecheck.process", accelerator, str(index), str(theirs.fileno())]
+        words = [accelerator, str(index), str(theirs.fileno()), str(os.getpid())]
         try:
             self._process = subprocess.Popen(
-                command,
+                [sys.executable, "-m", "resilience.nodecheck.process", *words],
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,

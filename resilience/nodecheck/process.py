@@ -1,6 +1,6 @@
 """A check process: holds one device, does one task after the other, says what came of it.
 
-1) (launcher) starts ``python -m resilience.nodecheck.process ACCELERATOR INDEX FD``
+1) (launcher) starts ``python -m resilience.nodecheck.process ACCELERATOR INDEX FD LAUNCHER``
 2) (process)  loads the accelerator, says ``{"accelerator": …, "devices": …}``, or ``{"refused": …}`` for one that can't be meant
 3) (process)  imports what the tasks need, while the launcher does other things, and says ``{"ready": true}``
 4) (launcher) asks ``alone``, ``serve`` and ``gather``, one JSON object per line; (process) answers each with one
@@ -11,26 +11,24 @@ from the silence, and ends this process.
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import importlib
 import json
 import operator
 import os
 import reprlib
-import signal
 import socket
 import sys
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, SupportsIndex
 
+from resilience import kin
 from resilience.errors import ConfigError
 from resilience.nodecheck import host, tasks
 from resilience.nodecheck.accelerators import Accelerator, load
 
 Message = dict[str, Any]
-_PR_SET_PDEATHSIG = 1
 _LONGEST = 2000
 MOST_DEVICES = 1024
 
@@ -111,8 +109,6 @@ def counted(accelerator: Accelerator) -> int:
 
 def main(name: str, index: int, fd: int) -> None:
     """Serve one launcher until it is gone."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
     with socket.socket(fileno=fd) as sock, sock.makefile("rwb") as line:
 
         def say(message: Message) -> None:
@@ -145,6 +141,7 @@ def main(name: str, index: int, fd: int) -> None:
 
 
 if __name__ == "__main__":
+    kin.end_with(int(sys.argv[4]))
     main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
     sys.stderr.flush()
     os._exit(0)  # a broken process group would wait for its peers
