@@ -44,3 +44,34 @@ def test_process_whose_parent_was_gone_before_it_could_look_ends(tmp_path: Path,
         finally:
             if alive(orphan):
                 os.kill(orphan, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("ending", ["close", "kill"])
+def test_helpers_of_a_check_end_with_it_wherever_they_went(tmp_path: Path, ending: str) -> None:
+    helpers, script = tmp_path / "helpers", tmp_path / "script.py"
+    script.write_text(
+        "import os, sys, time\n"
+        "from resilience.nodecheck.crew import Crew\n"
+        "crew = Crew('tests.nodecheck.patients::WithHelpers', os.environ)\n"
+        "crew.load()\n"
+        "print(*crew.pids(), flush=True)\n"
+        "sys.stdin.read()\n"
+        "crew.close()\n"
+    )
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "HELPERS": str(helpers), "AILMENT": "hangs"}
+    with subprocess.Popen(
+        [sys.executable, str(script)], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as launcher:
+        assert launcher.stdin is not None
+        assert launcher.stdout is not None
+        check = int(launcher.stdout.readline())
+        started = [check, *map(int, helpers.read_text().split())]
+        assert all(map(alive, started))
+        if ending == "kill":
+            launcher.kill()
+        launcher.stdin.close()
+        launcher.wait(60)
+    if ending == "close":
+        assert not any(map(alive, started))
+    else:
+        wait_for(lambda: not any(map(alive, started)), "the helpers to end", 30)

@@ -28,6 +28,7 @@ REMIND_S = 15.0
 LOAD_S = 120.0  # to import torch from a slow file system, and an accelerator's own modules
 _LOOK_S = 0.1
 _LEAVE_S = 2.0
+_GUARD_S = 5.0
 _TAIL = 600
 _LONGEST = 800
 _QUIET: Mapping[str, str] = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
@@ -92,10 +93,7 @@ class _Hand:
             theirs.close()
         self._sock = ours
         self._heard = b""
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
+        self.worker = 0  # the process id of the one that holds the device, once it has spoken
 
     def ask(self, message: Mapping[str, Any]) -> None:
         try:
@@ -163,6 +161,9 @@ class _Hand:
         self.let_go()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(patience)
+        self._process.terminate()  # its guard ends all that is below it, wherever it went
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_GUARD_S)
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
@@ -203,6 +204,7 @@ class Crew:
             self.start()
             while self._unheard:
                 said = self._hear(self._unheard[0], "loading the accelerator", deadline, timeout)
+                self._unheard[0].worker = int(said.get("pid", 0))
                 self._unready.append(self._unheard.pop(0))
                 if "refused" in said:
                     self.close()
@@ -253,8 +255,8 @@ class Crew:
         return self._hear_all("the all-gather", timeout, give_up)
 
     def pids(self) -> list[int]:
-        """Return the processes that there are."""
-        return [hand.pid for hand in self._hands]
+        """Return the processes that hold devices."""
+        return [hand.worker for hand in self._hands if hand.worker]
 
     def close(self, patience: float = _LEAVE_S) -> None:
         """End all processes and what they started; returns when they are gone. They hold devices until then."""

@@ -1,6 +1,7 @@
 """A check process: holds one device, does one task after the other, says what came of it.
 
-1) (launcher) starts ``python -m resilience.nodecheck.process ACCELERATOR INDEX FD LAUNCHER``
+1) (launcher) starts ``python -m resilience.nodecheck.process ACCELERATOR INDEX FD LAUNCHER``; it forks, and the parent only sees
+   that nothing is left behind, of what an accelerator's tools start neither (:func:`resilience.kin.stand_guard`)
 2) (process)  loads the accelerator, says ``{"accelerator": …, "devices": …}``, or ``{"refused": …}`` for one that can't be meant
 3) (process)  imports what the tasks need, while the launcher does other things, and says ``{"ready": true}``
 4) (launcher) asks ``alone``, ``serve`` and ``gather``, one JSON object per line; (process) answers each with one
@@ -125,7 +126,7 @@ def main(name: str, index: int, fd: int) -> None:
             return say({"refused": in_words(error)})
         except Exception as error:  # noqa: BLE001 - a plugin's boundary: what it raises is what is to be told
             return say({"error": in_words(error)})
-        say({"accelerator": accelerator.name, "type": accelerator.type, "devices": devices})
+        say({"accelerator": accelerator.name, "type": accelerator.type, "devices": devices, "pid": os.getpid()})
         try:
             importlib.import_module("torch.distributed")
         except Exception as error:  # noqa: BLE001 - a broken installation may raise anything
@@ -141,7 +142,7 @@ def main(name: str, index: int, fd: int) -> None:
 
 
 if __name__ == "__main__":
-    kin.end_with(int(sys.argv[4]))
+    kin.stand_guard(int(sys.argv[4]), int(sys.argv[3]))  # before anything is imported that has threads
     main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
     sys.stderr.flush()
     os._exit(0)  # a broken process group would wait for its peers

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,17 @@ class TwoDevices(Patient):
         if index == 1 and ailment() == "second":
             os.kill(os.getpid(), signal.SIGSEGV)
         return super().use(index)
+
+
+class WithHelpers(Patient):
+    """Its tools are processes, one in a session of its own. They hang; their ids are in the file HELPERS."""
+
+    def count(self) -> int:
+        started = [subprocess.Popen(["sleep", "1000"], start_new_session=own).pid for own in (True, False)]
+        partial = Path(os.environ["HELPERS"] + ".partial")
+        partial.write_text(" ".join(map(str, started)))
+        partial.rename(os.environ["HELPERS"])
+        return 1
 
 
 class NoDevice(Patient):
