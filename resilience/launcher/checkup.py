@@ -158,18 +158,28 @@ class StoreBoard(Alone):
                         self._lost.setdefault(node, f"{self._names[node]} has been silent for {self._silence:g} s")
 
 
-def join(store: TimedStore, me: int, name: str, nodes: int, silence: float) -> tuple[StoreBoard, tuple[str, ...]]:
-    """Write who we are, and wait until everybody has; return the board and everybody's name."""
+def join(
+    store: TimedStore, me: int, name: str, nodes: int, silence: float, *, known: Mapping[int, str] | None = None
+) -> tuple[StoreBoard, tuple[str, ...]]:
+    """Write who we are, and wait until everybody has; return the board and everybody's name. Raises :class:`Interrupted` for nodes
+    that came and never said a word; ``known`` is what they are called."""
     store.set(f"beat/{me}", "0")
     store.set(f"name/{me}", name)
     keys = [f"name/{node}" for node in range(nodes)]
     deadline = time.monotonic() + silence
     while not store.check(keys):
         if time.monotonic() > deadline:
-            raise RuntimeError(f"not all nodes said who they are within {silence:g} s")
+            mute = [node for node in range(nodes) if not store.check([keys[node]])]
+            raise Interrupted(_mute(mute, known or {}, silence))
         time.sleep(_LOOK_S)
     names = tuple(store.read(keys))
     return StoreBoard(store, me, names, silence), names
+
+
+def _mute(nodes: Sequence[int], known: Mapping[int, str], silence: float) -> str:
+    who = ", ".join(f"node {node} ({known.get(node, 'without a name')})" for node in nodes[:_SHOWN])
+    more = f" and {len(nodes) - _SHOWN} more" if len(nodes) > _SHOWN else ""
+    return f"{who}{more} came and said no word within {silence:g} s: look whether the command still runs there"
 
 
 def main(argv: list[str]) -> int:
@@ -237,15 +247,23 @@ class Party:
 
 
 def _check(args: Any, settings: Settings, crew: Crew) -> int:
+    """Come together, check, and say what came of it, or why nothing did."""
     from torch.distributed.elastic.rendezvous import RendezvousError  # noqa: PLC0415
 
     store = TimedStore()
     watchdog = Watchdog(lambda _: _end(args, settings, crew), settings.launcher.store_silence_timeout, store.silent_for)
     try:
-        party = _meet(args, settings, store, watchdog)
+        return _examine(_meet(args, settings, store, watchdog), args, settings, crew)
     except RendezvousError as error:
         sys.stderr.write(f"resilience nodecheck: the nodes did not come together at {args.rdzv_endpoint}: {error}\n")
-        return exits.CUT_OFF
+    except (Interrupted, RuntimeError) as why:  # RuntimeError: torch's, of a store that is gone
+        sys.stderr.write(f"resilience nodecheck: {why}. There is no verdict on this node.\n")
+    finally:
+        watchdog.close()
+    return exits.CUT_OFF
+
+
+def _examine(party: Party, args: Any, settings: Settings, crew: Crew) -> int:
     terms = Terms(
         folder=str(Path(settings.launcher.run_dir or "").expanduser().absolute()),
         address=args.local_addr or socket.getfqdn(),
@@ -262,12 +280,8 @@ def _check(args: Any, settings: Settings, crew: Crew) -> int:
         sys.stdout.write(f"{as_table(ruling, party.names)}\n{verdict} ({took:.1f} s), exit code {code}\n")
         sys.stdout.flush()
         party.leave()
-    except (Interrupted, RuntimeError) as why:  # RuntimeError: torch's, of a store that is gone
-        sys.stderr.write(f"resilience nodecheck: {why}. There is no verdict on this node.\n")
-        return exits.CUT_OFF
     finally:
         party.board.close()
-        watchdog.close()
     return code
 
 
@@ -296,6 +310,7 @@ def _meet(args: Any, settings: Settings, store: TimedStore, watchdog: Watchdog) 
         return Party(Alone(), 0, (name,))
     if not args.rdzv_endpoint:
         raise ConfigError(f"--nnodes={args.nnodes} needs --rdzv-endpoint=HOST:PORT, the same on all nodes.")
+    from torch.distributed import DistStoreError  # noqa: PLC0415
     from torch.distributed.elastic.rendezvous import RendezvousParameters  # noqa: PLC0415
     from torch.distributed.run import parse_min_max_nnodes  # noqa: PLC0415
 
@@ -312,10 +327,15 @@ def _meet(args: Any, settings: Settings, store: TimedStore, watchdog: Watchdog) 
         raise ConfigError(f"--nnodes={args.nnodes}, --rdzv-conf={args.rdzv_conf}: {error}") from error
     venue = open_venue(parameters, settings)
     venue.answered = watchdog.turn
-    with watchdog.phase("the nodes did not come together", settings.launcher.store_silence_timeout):
-        info = venue.handler.next_rendezvous()
+    limit = settings.launcher.store_silence_timeout
+    try:
+        with watchdog.phase("the nodes did not come together", limit):
+            info = venue.handler.next_rendezvous()
+    except DistStoreError as error:  # the store answers: it has no word of the first node
+        raise Interrupted(_mute([0], venue.names(), limit / 3)) from error
     venue.answered = lambda: None
     store.store = info.store
-    board, names = join(store, info.rank, name, info.world_size, settings.launcher.node_silence_timeout)
+    silence = settings.launcher.node_silence_timeout
+    board, names = join(store, info.rank, name, info.world_size, silence, known=venue.names())
     _LOG.info("%s nodes have come together and check each other: %s.", len(names), ", ".join(names[:_SHOWN]))
     return Party(board, info.rank, names, venue)

@@ -13,6 +13,7 @@ import pytest
 
 from resilience.errors import ConfigError
 from resilience.launcher.checkup import StoreBoard, TimedStore, join, main
+from resilience.nodecheck.exchange import Interrupted
 from tests.jobs import alive, children, free_port, stopped, wait_for
 
 torch = pytest.importorskip("torch")
@@ -124,3 +125,28 @@ def test_node_ends_when_the_store_it_checks_in_stands_still_and_nothing_of_its_c
     assert "has not answered for 2 s" in said
     assert "Traceback" not in said
     assert not alive(check)
+
+
+@pytest.mark.spawns
+def test_node_that_is_killed_before_its_first_word_is_named(tmp_path: Path) -> None:
+    flags, log = pair("--ft-node-silence-timeout=2"), tmp_path / "log"
+    dies = "import os, signal, sys\nfrom resilience.launcher import checkup\n"
+    dies += "checkup.join = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)\ncheckup.main(sys.argv[1:])\n"
+    victim = [sys.executable, "-c", dies, PATIENT, *flags, "--rdzv-conf=is_host=0", "--ft-node-name=goes"]
+    with nodecheck(*flags, "--rdzv-conf=is_host=1", ailment="", log=log) as stays:
+        try:
+            gone = subprocess.run(victim, env=ENV, stderr=subprocess.DEVNULL, timeout=60, check=False)
+            assert gone.returncode == -signal.SIGKILL
+            code = stays.wait(60)
+        finally:
+            stays.kill()
+    said = log.read_text()
+    assert code == 75, said
+    assert "(goes) came and said no word within 2 s" in said
+    assert "Traceback" not in said
+
+
+def test_of_many_mute_nodes_the_first_are_named() -> None:
+    store = TimedStore(torch.distributed.HashStore())
+    with pytest.raises(Interrupted, match=r"node 1 \(a\), node 2 \(without a name\), .* and 2 more came"):
+        join(store, 0, "host-0", 11, 0.1, known={1: "a"})
