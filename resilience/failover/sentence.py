@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from resilience.failover import exits
@@ -38,6 +38,7 @@ class Sentence:
     exit_code: int = exits.FINISHED
     leaver: int | None = None
     also: tuple[int, ...] = ()  # other nodes that leave with it
+    codes: Mapping[str, int] = field(default_factory=dict)  # of nodes with broken devices, each its own; as JSON has it
     excluded: bool = False
     counts: bool = False
 
@@ -76,6 +77,39 @@ def pronounce(decision: Decision, scene: Scene) -> Sentence:
     budget = f"({scene.used + 1} of {scene.max_restarts} restarts used)"
     why = "" if decision.reason == "all workers are restarted" else f"; {decision.reason}"
     return Sentence(RESTART, f"{who} are restarted {budget}{why}", name, counts=True)
+
+
+def with_broken(chosen: Sentence, broken: Mapping[int, tuple[str, int]]) -> Sentence:
+    """Have every node leave whose worker said that its device is broken, each with its own code, and not the culprit's alone.
+    ``broken``: by node, its host and the code. Where nobody goes on, or an extension has all start again, it is only noted."""
+    chosen = dataclasses.replace(chosen, codes={str(node): code for node, (_, code) in broken.items()})
+    others = [node for node in sorted(broken) if node != chosen.leaver]
+    if not others or not chosen.restarts or chosen.strategy == Strategy.GLOBAL_FAILOVER.value:
+        return chosen
+    said = [
+        f"node {node} ({broken[node][0]}) leaves the job with exit code {broken[node][1]}, {HARDWARE_CODES[broken[node][1]]}"
+        for node in others
+    ]
+    leaver, code = (others[0], broken[others[0]][1]) if chosen.leaver is None else (chosen.leaver, chosen.exit_code)
+    return dataclasses.replace(
+        chosen,
+        action=NODE,
+        detail="; ".join([chosen.detail, *said]),
+        exit_code=code,
+        leaver=leaver,
+        also=tuple(node for node in others if node != leaver),
+    )
+
+
+def broken_devices(failures: Mapping[int, Sequence[Mapping[str, Any]]]) -> dict[int, int]:
+    """Return which nodes' workers said that their device is broken, and by which code; ``failures`` are theirs, by node."""
+    found: dict[int, int] = {}
+    for node, items in failures.items():
+        codes = [item.get(name) for name in ("exit_code", "error_code") for item in items]
+        known = [code for code in codes if code in HARDWARE_CODES]
+        if known and known[0] is not None:
+            found[node] = known[0]
+    return found
 
 
 def preempted(why: str, excluded: int | None = None) -> Sentence:

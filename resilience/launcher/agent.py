@@ -276,7 +276,8 @@ class Agent(LocalElasticAgent):  # type: ignore[misc]  # torch is untyped here
             return done if done.state == WorkerState.SUCCEEDED else _nothing_returned(group)
         if _goes_on(order, leaves):
             return None
-        self.outcome = Outcome(order["exit_code"], order["detail"])
+        code = order.get("codes", {}).get(str(self._link.me)) if self._link.me in order.get("also", ()) else None
+        self.outcome = Outcome(code or order["exit_code"], order["detail"])
         self._tell_of_broken_device(verdict)
         failures = self._failures(group)
         super()._shutdown(signal.SIGTERM, 1)
@@ -290,14 +291,11 @@ class Agent(LocalElasticAgent):  # type: ignore[misc]  # torch is untyped here
 
     def _tell_of_broken_device(self, verdict: Verdict) -> None:
         """Have this node marked, if a worker of it ended with a code of the hardware."""
-        culprit = verdict["report"]["culprit"] if "report" in verdict else {}
         assert self._link is not None
-        if culprit.get("node") == self._link.me:
-            name, run, now = self._venue.name, self._venue.handler.get_run_id(), time.time()
-            codes = [code for code in (culprit.get("exit_code"), culprit.get("error_code")) if code is not None]
-            faults = [fault for code in codes if (fault := of_code(name, code, run=run, at=now)) is not None]
-            for fault in faults[:1]:
-                self._on_fault(fault)
+        code = verdict["sentence"].get("codes", {}).get(str(self._link.me))
+        fault = of_code(self._venue.name, code or 0, run=self._venue.handler.get_run_id(), at=time.time())
+        if fault is not None:
+            self._on_fault(fault)
 
     def _say_goodbye(self) -> None:
         """Let everybody read how the job ended before the store goes with us."""

@@ -29,12 +29,14 @@ from resilience.failover.sentence import (
     STOP,
     Scene,
     Sentence,
+    broken_devices,
     interrupted,
     on_request,
     preempted,
     pronounce,
     together,
     waits,
+    with_broken,
 )
 from resilience.failover.strategy import AgentFailureInfo, FailoverStrategy
 from resilience.launcher import cuda
@@ -144,6 +146,7 @@ class Court:
         chosen = chosen or self._sentence(said, report, link, cycle)
         if self.asked() and not link.company and chosen.restarts:
             chosen = interrupted(self.asked(), self._hub.adopted())
+        chosen = dataclasses.replace(chosen, codes={str(node): code for node, code in _broken(said).items()})
         return link.give_verdict(self._verdict(report, chosen, link, cycle))
 
     def _when_stopping(self, said: list[dict[str, Any]], report: reports.Report, why: str) -> Sentence | None:
@@ -198,7 +201,8 @@ class Court:
             used=cycle.history.counted(state.now.step),
             max_restarts=self._max_restarts,
         )
-        return pronounce(decide(state, asked, who), scene)
+        broken = {node: (link.nodes[node].title, code) for node, code in _broken(said).items()}
+        return with_broken(pronounce(decide(state, asked, who), scene), broken)
 
     def _past(self, report: reports.Report, link: Link) -> Past:
         culprit, own = report["culprit"], _own_failure(report)
@@ -253,6 +257,10 @@ class Court:
             "excluded": [link.nodes[node].name for node in leavers if chosen.excluded],
             "departed": [ident for ident in lost if ident],
         }
+
+
+def _broken(said: list[dict[str, Any]]) -> dict[int, int]:
+    return broken_devices({node["node"]: node["failures"] for node in said})
 
 
 def _own_failure(report: reports.Report) -> dict[str, Any]:
