@@ -214,7 +214,7 @@ class Agent(LocalElasticAgent):  # type: ignore[misc]  # torch is untyped here
         """Check the nodes of this round. Who is unfit ends here; False when the others come together again, without it."""
         assert self._link is not None
         with self._watchdog.phase("the node check did not end", fitness.limit):
-            result = fitness.examine(self._link, self.cycle)
+            result = fitness.examine(self._link, self.cycle, fixed=not self._venue.has_roster)
         for verdict in result.verdicts:
             self._venue.enact(verdict, whole_job=False)
         if result.report is not None:
@@ -222,11 +222,8 @@ class Agent(LocalElasticAgent):  # type: ignore[misc]  # torch is untyped here
         if result.fault is not None:
             self._on_fault(result.fault)
         if result.outcome is not None:
-            self._link.set_state(LEFT)
-            self._venue.stay_if_needed(self._watchdog.turn)
+            self._go_alone()
             raise NotWanted(result.outcome)
-        if not result.may_start and not self._venue.has_roster:
-            raise RendezvousConnectionError("a node failed its check, and this rendezvous can't go on without it")
         if not result.may_start:
             self.unstarted += 1
             fitness.warm()
@@ -297,11 +294,20 @@ class Agent(LocalElasticAgent):  # type: ignore[misc]  # torch is untyped here
         if fault is not None:
             self._on_fault(fault)
 
+    def _go_alone(self) -> None:
+        """Leave a job that others are in; with no roster they end too, and must have read why before the store goes."""
+        assert self._link is not None
+        if not self._venue.has_roster:
+            return self._say_goodbye()
+        self._link.set_state(LEFT)  # with min-healthy the others go on, and know of no verdict
+        return self._venue.stay_if_needed(self._watchdog.turn)
+
     def _say_goodbye(self) -> None:
         """Let everybody read how the job ended before the store goes with us."""
         assert self._link is not None
         with self._watchdog.phase("the other nodes did not take leave", _BARRIER_MARGIN_S):
-            self._link.farewell(self._venue.hosts_the_store)
+            static = not self._venue.meets and self._link.me == 0
+            self._link.farewell(self._venue.hosts_the_store or static)
             self._venue.see_off_spares()
 
     def leave(self) -> None:

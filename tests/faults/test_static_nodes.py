@@ -10,7 +10,8 @@ import pytest
 
 from tests.faults.test_nodecheck import CHECK, ENV, marked
 from tests.faults.test_static_rendezvous import static
-from tests.jobs import Job, free_port, job, train
+from tests.faults.test_strategies import SCRIPT
+from tests.jobs import Job, free_port, job
 
 pytestmark = pytest.mark.spawns
 
@@ -41,8 +42,21 @@ def logs(nodes: list[Job]) -> str:
     return "\n".join(node.log()[-3000:] for node in nodes)
 
 
-def test_node_of_a_static_rendezvous_that_fails_its_check_is_marked_by_its_own_name(tmp_path: Path) -> None:
-    with static_nodes(tmp_path, train("--epochs", 1), CHECK, "", "wrong") as nodes:
-        assert nodes[1].wait() == 80, logs(nodes)
-        assert marked(tmp_path) == {"n1": "NodeCheckFailed"}, logs(nodes)
-        assert '"node": "n1"' in (tmp_path / "termination-1").read_text()
+@pytest.mark.parametrize("bad", [1, pytest.param(0, marks=pytest.mark.long)])
+def test_node_of_a_static_rendezvous_that_fails_its_check_is_marked_by_its_own_name_and_all_end(
+    tmp_path: Path, bad: int
+) -> None:
+    ailments = ["wrong" if number == bad else "" for number in range(3)]
+    with static_nodes(tmp_path, SCRIPT, CHECK, *ailments) as nodes:
+        codes = [node.wait() for node in nodes]
+        assert codes == [80 if number == bad else 75 for number in range(3)], logs(nodes)
+        assert marked(tmp_path) == {f"n{bad}": "NodeCheckFailed"}, logs(nodes)
+        assert f'"node": "n{bad}"' in (tmp_path / f"termination-{bad}").read_text()
+        other = nodes[2]
+        assert "did not pass the node check; this rendezvous can't go on without it" in other.log()
+        assert "does not answer" not in other.log()
+        report = other.report(0)
+        assert report["culprit"]["kind"] == "check"
+        assert "so the others end with 75" in report["action_detail"]
+        for node in nodes:
+            node.assert_nothing_left()
