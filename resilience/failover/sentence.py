@@ -41,6 +41,7 @@ class Sentence:
     codes: Mapping[str, int] = field(default_factory=dict)  # of nodes with broken devices, each its own; as JSON has it
     excluded: bool = False
     counts: bool = False
+    strands: bool = False  # the other nodes can't go on without those that leave
 
     @property
     def restarts(self) -> bool:
@@ -58,6 +59,7 @@ class Scene:
     error_code: int | None
     used: int
     max_restarts: int
+    fixed: bool = False  # the nodes never come together anew
 
 
 def pronounce(decision: Decision, scene: Scene) -> Sentence:
@@ -71,7 +73,8 @@ def pronounce(decision: Decision, scene: Scene) -> Sentence:
         codes = [code for code in (scene.exit_code, scene.error_code) if code in HARDWARE_CODES]
         code = codes[0] if codes and codes[0] is not None else exits.NODE_LEFT
         where = f"node {scene.node} ({scene.host})"
-        detail = f"{where} leaves the job with exit code {code}, the others go on without it or wait: {decision.reason}"
+        rest = "" if scene.fixed else ", the others go on without it or wait"
+        detail = f"{where} leaves the job with exit code {code}{rest}: {decision.reason}"
         return Sentence(NODE, detail, name, code, leaver=scene.node)
     who = "the workers of every node" if decision.strategy is Strategy.GLOBAL_FAILOVER else "all workers"
     budget = f"({scene.used + 1} of {scene.max_restarts} restarts used)"
@@ -99,6 +102,17 @@ def with_broken(chosen: Sentence, broken: Mapping[int, tuple[str, int]]) -> Sent
         leaver=leaver,
         also=tuple(node for node in others if node != leaver),
     )
+
+
+def stranded(chosen: Sentence) -> Sentence:
+    """Say that no node can leave a static rendezvous alone: it has no rounds in which the others could come together without it."""
+    if chosen.action != NODE:
+        return chosen
+    detail = (
+        f"{chosen.detail}; a static rendezvous can't go on without it, so the other nodes end with exit code {exits.CUT_OFF} "
+        "(with --rdzv-backend=c10d they could)"
+    )
+    return dataclasses.replace(chosen, detail=detail, strands=True)
 
 
 def broken_devices(failures: Mapping[int, Sequence[Mapping[str, Any]]]) -> dict[int, int]:

@@ -31,7 +31,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
 from resilience import config
-from resilience.failover import sentence
+from resilience.failover import exits, sentence
 from resilience.failover.error_monitor import NodeFault, of_code
 from resilience.failover.history import History
 from resilience.failover.restart_policy import LEFT
@@ -222,7 +222,7 @@ class Agent(LocalElasticAgent):  # type: ignore[misc]  # torch is untyped here
         if result.fault is not None:
             self._on_fault(result.fault)
         if result.outcome is not None:
-            self._go_alone()
+            self._go_alone(strands=not self._venue.has_roster)
             raise NotWanted(result.outcome)
         if not result.may_start:
             self.unstarted += 1
@@ -273,15 +273,13 @@ class Agent(LocalElasticAgent):  # type: ignore[misc]  # torch is untyped here
             return done if done.state == WorkerState.SUCCEEDED else _nothing_returned(group)
         if _goes_on(order, leaves):
             return None
-        code = order.get("codes", {}).get(str(self._link.me)) if self._link.me in order.get("also", ()) else None
-        self.outcome = Outcome(code or order["exit_code"], order["detail"])
+        self.outcome = Outcome(_own_code(order, self._link.me, leaves), order["detail"])
         self._tell_of_broken_device(verdict)
         failures = self._failures(group)
         super()._shutdown(signal.SIGTERM, 1)
         group.state = WorkerState.FAILED
         if leaves:
-            self._link.set_state(LEFT)  # with min-healthy the others go on, and know of no verdict
-            self._venue.stay_if_needed(self._watchdog.turn)
+            self._go_alone(bool(order.get("strands")))
         else:
             self._say_goodbye()
         return RunResult(WorkerState.FAILED, failures=failures)
@@ -294,10 +292,10 @@ class Agent(LocalElasticAgent):  # type: ignore[misc]  # torch is untyped here
         if fault is not None:
             self._on_fault(fault)
 
-    def _go_alone(self) -> None:
-        """Leave a job that others are in; with no roster they end too, and must have read why before the store goes."""
+    def _go_alone(self, strands: bool) -> None:
+        """Leave a job that others are in. ``strands``: they end too, and must have read why before the store goes with us."""
         assert self._link is not None
-        if not self._venue.has_roster:
+        if strands:
             return self._say_goodbye()
         self._link.set_state(LEFT)  # with min-healthy the others go on, and know of no verdict
         return self._venue.stay_if_needed(self._watchdog.turn)
@@ -355,7 +353,15 @@ class Agent(LocalElasticAgent):  # type: ignore[misc]  # torch is untyped here
 
 def _goes_on(order: dict[str, Any], leaves: bool) -> bool:
     """Whether this launcher has workers, or may have them again, after a verdict."""
-    return order["action"] not in sentence.ENDS and not leaves
+    return order["action"] not in sentence.ENDS and not leaves and not order.get("strands")
+
+
+def _own_code(order: dict[str, Any], me: int, leaves: bool) -> int:
+    """Return the exit code of this node after a verdict that ends it."""
+    if order.get("strands") and not leaves:
+        return exits.CUT_OFF
+    own = order.get("codes", {}).get(str(me)) if me in order.get("also", ()) else None
+    return int(own or order["exit_code"])
 
 
 def _nothing_returned(group: WorkerGroup) -> RunResult:

@@ -34,6 +34,7 @@ from resilience.failover.sentence import (
     on_request,
     preempted,
     pronounce,
+    stranded,
     together,
     waits,
     with_broken,
@@ -70,13 +71,16 @@ class Court:
         max_restarts: int,
         extension: Extension | None = None,
         flight: Path | None = None,
+        fixed: bool = False,
     ) -> None:
+        """``fixed``: the nodes never come together anew, so none can leave without the others' end."""
         self._hub = hub
         self._coroner = coroner
         self._settings = settings
         self._max_restarts = max_restarts
         self._extension = extension
         self._flight = flight
+        self._fixed = fixed
         self.asked: Callable[[], str] = str  # the signal that this launcher is to end by, or ""
         self.let_go: Callable[[], None] = lambda: None  # raises if there is one
 
@@ -144,6 +148,7 @@ class Court:
         report["collectives"] = next((item["collectives"] for item in said if item["collectives"]), "")
         chosen = self._when_stopping(said, report, stopping) if stopping else None
         chosen = chosen or self._sentence(said, report, link, cycle)
+        chosen = stranded(chosen) if self._fixed and link.company else chosen
         if self.asked() and not link.company and chosen.restarts:
             chosen = interrupted(self.asked(), self._hub.adopted())
         chosen = dataclasses.replace(chosen, codes={str(node): code for node, code in _broken(said).items()})
@@ -200,6 +205,7 @@ class Court:
             error_code=culprit.get("error_code"),
             used=cycle.history.counted(state.now.step),
             max_restarts=self._max_restarts,
+            fixed=self._fixed,
         )
         broken = {node: (link.nodes[node].title, code) for node, code in _broken(said).items()}
         return with_broken(pronounce(decide(state, asked, who), scene), broken)

@@ -27,6 +27,7 @@ from resilience.failover.sentence import (
     on_request,
     preempted,
     pronounce,
+    stranded,
     together,
     waits,
     with_broken,
@@ -132,6 +133,15 @@ def test_code_of_a_broken_device_is_that_of_the_exit_before_that_of_the_error() 
         3: [],
     }
     assert broken_devices(told) == {0: 202, 1: 201}
+
+
+def test_node_that_leaves_a_static_rendezvous_takes_the_others_along_and_it_is_said() -> None:
+    done = stranded(pronounce(Decision(Strategy.NODE_FAILOVER, "broken"), scene(exit_code=201, fixed=True)))
+    assert (done.action, done.leaver, done.exit_code, done.strands) == (NODE, 2, 201, True)
+    assert "the other nodes end with exit code 75" in done.detail
+    assert "go on without it or wait" not in done.detail
+    restart = pronounce(Decision(Strategy.NORMAL_FAILOVER, "x"), SCENE)
+    assert stranded(restart) == restart
 
 
 def test_restart_says_how_many_of_the_restarts_are_used() -> None:

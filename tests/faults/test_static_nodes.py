@@ -60,3 +60,16 @@ def test_node_of_a_static_rendezvous_that_fails_its_check_is_marked_by_its_own_n
         assert "so the others end with 75" in report["action_detail"]
         for node in nodes:
             node.assert_nothing_left()
+
+
+@pytest.mark.parametrize("leaver", [1, pytest.param(0, marks=pytest.mark.long)])
+def test_node_that_leaves_a_static_rendezvous_ends_the_others_at_once(tmp_path: Path, leaver: int) -> None:
+    with static_nodes(tmp_path, SCRIPT, ["--max-restarts=3"], "", "") as nodes:
+        for node in nodes:
+            node.await_steps(0)
+        nodes[leaver].order("exit 201")
+        assert [node.wait() for node in nodes] == [201 if number == leaver else 75 for number in (0, 1)], logs(nodes)
+        stays = nodes[1 - leaver]
+        assert "a static rendezvous can't go on without it" in stays.report(0)["action_detail"]
+        assert not stays.steps(1)
+        assert marked(tmp_path) == {f"n{leaver}": "DriverError"}, logs(nodes)
