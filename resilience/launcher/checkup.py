@@ -31,7 +31,7 @@ from resilience.launcher import lines
 from resilience.launcher.cli import Parser, add_settings, settings_from
 from resilience.launcher.watchdog import Watchdog
 from resilience.nodecheck import accelerators, pairing
-from resilience.nodecheck.crew import Broken, Crew
+from resilience.nodecheck.crew import Broken, Crew, harmless
 from resilience.nodecheck.exchange import Examination, Interrupted, Terms
 from resilience.nodecheck.judging import Ruling, as_table
 
@@ -248,7 +248,8 @@ class Party:
 
 def _check(args: Any, settings: Settings, crew: Crew) -> int:
     """Come together, check, and say what came of it, or why nothing did."""
-    from torch.distributed.elastic.rendezvous import RendezvousError  # noqa: PLC0415
+    with config.told_to_ourselves("TORCH_CPP_LOG_LEVEL", "ERROR"):  # a store that is gone gives a page of C++ per call
+        from torch.distributed.elastic.rendezvous import RendezvousError  # noqa: PLC0415
 
     store = TimedStore()
     watchdog = Watchdog(lambda _: _end(args, settings, crew), settings.launcher.store_silence_timeout, store.silent_for)
@@ -256,8 +257,14 @@ def _check(args: Any, settings: Settings, crew: Crew) -> int:
         return _examine(_meet(args, settings, store, watchdog), args, settings, crew)
     except RendezvousError as error:
         sys.stderr.write(f"resilience nodecheck: the nodes did not come together at {args.rdzv_endpoint}: {error}\n")
-    except (Interrupted, RuntimeError) as why:  # RuntimeError: torch's, of a store that is gone
+    except Interrupted as why:
         sys.stderr.write(f"resilience nodecheck: {why}. There is no verdict on this node.\n")
+    except RuntimeError as error:  # torch's, of a store that is gone
+        said = harmless(str(error).partition("\n")[0])
+        sys.stderr.write(
+            f"resilience nodecheck: the store at {args.rdzv_endpoint} is gone ({said}); the command on its node has probably "
+            "ended. There is no verdict on this node. Look there; then start the check again on all nodes.\n"
+        )
     finally:
         watchdog.close()
     return exits.CUT_OFF

@@ -150,3 +150,24 @@ def test_of_many_mute_nodes_the_first_are_named() -> None:
     store = TimedStore(torch.distributed.HashStore())
     with pytest.raises(Interrupted, match=r"node 1 \(a\), node 2 \(without a name\), .* and 2 more came"):
         join(store, 0, "host-0", 11, 0.1, known={1: "a"})
+
+
+@pytest.mark.long
+@pytest.mark.spawns
+def test_store_that_ends_during_the_check_is_said_in_words_and_not_in_frames_of_cpp(tmp_path: Path) -> None:
+    flags, log = pair(), tmp_path / "log"
+    with (
+        nodecheck(*flags, "--rdzv-conf=is_host=1", ailment="hangs") as serves,
+        nodecheck(*flags, "--rdzv-conf=is_host=0", ailment="", log=log) as node,
+    ):
+        try:
+            wait_for(lambda: "2 nodes have come together" in log.read_text(), "the nodes to come together")
+            serves.kill()
+            code = node.wait(90)
+        finally:
+            serves.kill()
+            node.kill()
+    said = log.read_text()
+    assert code == 75, said
+    assert f"the store at {flags[1].partition('=')[2]} is gone" in said
+    assert "frame #" not in said
