@@ -18,6 +18,13 @@ from resilience.nodecheck import pairing
 from resilience.nodecheck.pairing import FAULTY, HEALTHY, STRAGGLER, UNDECIDED, VANISHED, Evidence, Rule
 
 _SHOWN = 32
+ODD = (
+    ValueError,
+    TypeError,
+    KeyError,
+    AttributeError,
+    RecursionError,
+)  # what reading another node's nonsense may raise
 CLOCK_S = 1.0  # clocks further apart than this are worth a word: they sign requests, and order logs
 
 
@@ -44,8 +51,15 @@ class Alone:
 
     @classmethod
     def from_json(cls, told: Mapping[str, Any]) -> Alone:
-        """Read what :meth:`as_json` made."""
-        return cls(**{**told, "faults": tuple(told["faults"]), "warnings": tuple(told["warnings"])})
+        """Read what :meth:`as_json` made; raise one of ``ODD`` for anything else."""
+        found = cls(**{**told, "faults": tuple(told["faults"]), "warnings": tuple(told["warnings"])})
+        for name, usual in dataclasses.asdict(cls()).items():
+            value = getattr(found, name)
+            if not isinstance(value, (int, float) if isinstance(usual, float) else type(usual)):
+                raise ValueError(f"{name} is {value!r}")
+        if not all(isinstance(text, str) for text in (*found.faults, *found.warnings)):
+            raise ValueError("faults and warnings are texts")
+        return found
 
 
 @dataclass(frozen=True)

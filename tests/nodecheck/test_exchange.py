@@ -113,9 +113,11 @@ class Actor:
             raise Gone
 
 
-def check(*scripts: Script, fit: tuple[bool, ...] = ()) -> tuple[list[Ruling | Exception], Shared]:
+def check(
+    *scripts: Script, fit: tuple[bool, ...] = (), board: Shared | None = None
+) -> tuple[list[Ruling | Exception], Shared]:
     """Have all nodes check each other; return what each of them has in the end."""
-    board = Shared()
+    board = board or Shared()
     results: list[Any] = [None] * len(scripts)
 
     def node(me: int) -> None:
@@ -254,3 +256,34 @@ def test_board_holds_plain_json() -> None:
     told = {key: text for key, text in board.keys.items() if key.startswith("nodecheck/")}
     assert {key.split("/")[1] for key in told} == {"hello", "start", "alone", "step", "meet", "trial"}
     assert all(isinstance(json.loads(text), dict) for text in told.values())
+
+
+class Garbling(Shared):
+    """A board on which one word is nonsense."""
+
+    def __init__(self, key: str, nonsense: str) -> None:
+        super().__init__()
+        self.key, self.nonsense = key, nonsense
+
+    def post(self, key: str, text: str) -> None:
+        super().post(key, self.nonsense if key == self.key else text)
+
+
+GARBLED = ["", "{", "[]", "null", "3", "{}", '{"seconds": "many"}', "[" * 100_000]
+
+
+@pytest.mark.parametrize("text", GARBLED)
+@pytest.mark.parametrize("what", ["hello", "alone"])
+def test_node_that_writes_nonsense_is_faulty_and_costs_the_others_nothing(what: str, text: str) -> None:
+    results, _ = check(Script(), Script(), Script(), board=Garbling(f"nodecheck/{what}/2", text))
+    assert states(results) == [HEALTHY, HEALTHY, FAULTY if what == "alone" else HEALTHY]
+    if what == "alone":
+        assert "it told the others nonsense" in as_table(next(it for it in results if isinstance(it, Ruling)), NAMES)
+
+
+@pytest.mark.parametrize("text", GARBLED)
+@pytest.mark.parametrize("key", ["start", "step/1"])
+def test_nonsense_of_node_0_interrupts_the_others(key: str, text: str) -> None:
+    results, _ = check(Script(), Script(), board=Garbling(f"nodecheck/{key}", text))
+    assert all(isinstance(it, Interrupted) for it in results), results
+    assert "what node 0 said can't be read" in str(results[1])
