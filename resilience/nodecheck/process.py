@@ -143,6 +143,11 @@ def main(name: str, index: int, fd: int) -> None:
 
 if __name__ == "__main__":
     kin.stand_guard(int(sys.argv[4]), int(sys.argv[3]))  # before anything is imported that has threads
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+    ended = 0
+    try:
+        main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+    except SystemExit as asked:  # by an accelerator: its code is what is to be told
+        sys.stderr.write(f"it asked for its end: sys.exit({asked.code!r})\n")
+        ended = asked.code & 255 if isinstance(asked.code, int) else int(asked.code is not None)
     sys.stderr.flush()
-    os._exit(0)  # a broken process group would wait for its peers
+    os._exit(ended)  # a broken process group would wait for its peers
