@@ -42,6 +42,9 @@ _FILE = "file:"
 _IMPORT_S = 60.0
 _PAUSES_S = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)  # and then every 30 s
 _REFUSED = 2
+_DONE = 83  # no code that a monitor's own sys.exit has by chance: mark() has returned
+_NO_TIME = "there was no time for an attempt"
+_LONGEST = 800
 _LEAVE_S = 2.0
 TERMINATION_LOG = "/dev/termination-log"
 
@@ -89,7 +92,7 @@ def _no_such_file(path: str, why: str | None) -> ConfigError:
 def _read(line: bytes) -> Any:
     try:
         return json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):  # the latter: brackets without end
         return None
 
 
@@ -158,7 +161,7 @@ class Marker:
         if self._spec == NONE:
             return
         with self._changed:
-            self._open.setdefault(fault, "there was no time for an attempt")
+            self._open.setdefault(fault, _NO_TIME)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, name="resilience-marking", daemon=True)
                 self._thread.start()
@@ -198,6 +201,8 @@ class Marker:
                 if due is None or when > now:
                     self._changed.wait(when - now)
                     continue
+                if self._open[due] == _NO_TIME:
+                    self._open[due] = "its first attempt has not come to an end"
             _, why = self._run("mark", due.as_message().encode(), self._timeout)
             count = tries.get(due, (0, 0.0))[0]
             with self._changed:
@@ -233,10 +238,11 @@ class Marker:
         finally:
             _end(self._attempt)
         code = self._attempt.returncode
-        if code == 0:
+        if code == _DONE:
             return code, ""
         lines = said.decode("utf-8", "replace").strip().splitlines()
-        return code, lines[-1] if lines else f"its process ended with {code}"
+        last = lines[-1] if lines else f"its process ended with {code} before it could {verb}"
+        return code, last if len(last) <= _LONGEST else f"{last[:_LONGEST]}…"
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
@@ -283,7 +289,7 @@ def main(verb: str, spec: str, told: Callable[[], str] = sys.stdin.read) -> int:
     except Exception as error:  # noqa: BLE001 - a plugin's boundary
         sys.stderr.write(f"{type(error).__name__}: {' '.join(str(error).split())}\n")
         return 1
-    return 0
+    return _DONE
 
 
 if __name__ == "__main__":
