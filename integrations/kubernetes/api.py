@@ -108,6 +108,8 @@ class Api:
 
     def get(self, kind: Kind, name: str, namespace: str = "") -> dict[str, Any]:
         """Return one thing."""
+        if not name:
+            raise NotFound(f"{kind.plural}: there is nothing without a name.", 404)
         return self._call("GET", kind, namespace, name)
 
     def list_all(self, kind: Kind, namespace: str = "") -> tuple[list[dict[str, Any]], str]:
@@ -276,6 +278,9 @@ class Watch:
 
 
 def _path(kind: Kind, namespace: str = "", name: str = "", subresource: str = "") -> str:
+    for word in filter(None, (namespace, name)):
+        if "/" in word or "%" in word or word in (".", "..") or not word.isprintable():
+            raise KubernetesError(f"{word!r} is no name of anything in a cluster. Nothing was done.")
     where = f"/namespaces/{namespace}" if namespace and kind.namespaced else ""
     return kind.path + where + "/" + "/".join(part for part in (kind.plural, name, subresource) if part)
 

@@ -310,28 +310,60 @@ def _code(ruling: Ruling, me: int, settings: Settings) -> int:
     return exits.CUT_OFF if ruling.judgements[me].state == pairing.UNDECIDED else exits.FINISHED
 
 
+def _check_nodes(nnodes: str) -> None:
+    """Raise for a number of nodes that can't be meant."""
+    least, _, most = nnodes.partition(":")
+    numbers = [least, most] if ":" in nnodes else [least]
+    if not all(word.isdecimal() and int(word) > 0 for word in numbers) or int(numbers[0]) > int(numbers[-1]):
+        raise ConfigError(f"--nnodes={nnodes}: give a number from 1 on, or MIN:MAX. Nothing was started.")
+
+
+def _conf(text: str) -> dict[str, str]:
+    """Read ``--rdzv-conf``; raise ``ValueError`` for what can't be meant."""
+    found = {}
+    for word in filter(None, text.split(",")):
+        key, separator, value = (part.strip() for part in word.partition("="))
+        if not (separator and key and value):
+            raise ValueError(f"{word!r} is not of the form KEY=VALUE.")
+        if (key.endswith("_timeout") or key.startswith("keep_alive")) and not _positive(value):
+            raise ValueError(f"{key}={value}: it must be a number above 0.")
+        found[key] = value
+    return found
+
+
+def _positive(text: str) -> bool:
+    try:
+        return 0 < float(text) < float("inf")
+    except ValueError:
+        return False
+
+
 def _meet(args: Any, settings: Settings, store: TimedStore, watchdog: Watchdog) -> Party:
     """Come together with the other nodes, if there are to be any."""
     name = settings.failover.node_name or socket.gethostname()
     if args.nnodes == "1":
         return Party(Alone(), 0, (name,))
+    _check_nodes(args.nnodes)
     if not args.rdzv_endpoint:
         raise ConfigError(f"--nnodes={args.nnodes} needs --rdzv-endpoint=HOST:PORT, the same on all nodes.")
     from torch.distributed import DistStoreError  # noqa: PLC0415
     from torch.distributed.elastic.rendezvous import RendezvousParameters  # noqa: PLC0415
+    from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint  # noqa: PLC0415
     from torch.distributed.run import parse_min_max_nnodes  # noqa: PLC0415
 
-    from resilience.launcher.venue import open_venue  # noqa: PLC0415
+    from resilience.launcher.venue import DEFAULT_PORT, open_venue  # noqa: PLC0415
 
     try:
         least, most = parse_min_max_nnodes(args.nnodes)
-        words = [word.partition("=") for word in args.rdzv_conf.split(",") if word]
-        conf = {"join_timeout": _JOIN_S, **{key.strip(): value.strip() for key, _, value in words}}
+        conf = {"join_timeout": _JOIN_S, **_conf(args.rdzv_conf)}
         parameters = RendezvousParameters(
             "c10d", args.rdzv_endpoint, args.rdzv_id, least, most, args.local_addr, **conf
         )
+        parse_rendezvous_endpoint(args.rdzv_endpoint, default_port=DEFAULT_PORT)
+        parameters.get_as_bool("is_host")
     except (ValueError, RuntimeError) as error:
-        raise ConfigError(f"--nnodes={args.nnodes}, --rdzv-conf={args.rdzv_conf}: {error}") from error
+        given = f"--nnodes={args.nnodes}, --rdzv-endpoint={args.rdzv_endpoint}, --rdzv-conf={args.rdzv_conf}"
+        raise ConfigError(f"{given}: {error} Nothing was started.") from error
     venue = open_venue(parameters, settings)
     venue.answered = watchdog.turn
     limit = settings.launcher.store_silence_timeout

@@ -57,11 +57,21 @@ def test_node_that_goes_is_lost_to_all_others_and_those_that_stay_are_not() -> N
 
 
 @pytest.mark.parametrize(
-    ("flag", "words"), [("--nproc-per-node=-1", "at least 1"), ("--ft-straggler-factor=0.1", "greater than 1")]
+    ("flags", "words"),
+    [
+        ("--nproc-per-node=-1", "at least 1"),
+        ("--ft-straggler-factor=0.1", "greater than 1"),
+        *((f"--nnodes={word}", "give a number from 1 on, or MIN:MAX") for word in ("0", "-1", "x", "3:2", ":", "1:x")),
+        ("--nnodes=2 --rdzv-endpoint=127.0.0.1:99999", "port"),
+        *(
+            (f"--nnodes=2 --rdzv-endpoint=127.0.0.1:1 --rdzv-conf={conf}", "rdzv-conf")
+            for conf in ("join_timeout=abc", "join_timeout", "join_timeout=-5", "is_host=perhaps", "=3")
+        ),
+    ],
 )
-def test_number_that_can_not_be_meant_is_refused(flag: str, words: str) -> None:
+def test_flag_that_can_not_be_meant_is_refused(flags: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        main([flag])
+        main(flags.split())
 
 
 @pytest.mark.spawns

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from resilience.integrations.kubernetes import events
-from resilience.integrations.kubernetes.api import Api, Conflict, Forbidden, NotFound, Unreachable
+from resilience.integrations.kubernetes.api import Api, Conflict, Forbidden, KubernetesError, NotFound, Unreachable
 from resilience.integrations.kubernetes.manifests import manifests
 from resilience.integrations.kubernetes.parts import ADDED, DELETED, MODIFIED, NODES, PODS, Kind
 from resilience.integrations.kubernetes.watching import LISTED, Change, Watcher
@@ -134,6 +134,19 @@ def test_token_that_nobody_knows_is_said_to_be_unknown(api_server: ApiServer) ->
     client.configuration.api_key = {"authorization": "Bearer made-up"}
     with pytest.raises(Forbidden, match="does not know who we are"):
         Api(client).list_all(NODES)
+
+
+@pytest.mark.parametrize("name", ["../pods", "a/b", "..", "a%2fb", "a\nb"])
+def test_name_that_can_not_be_one_never_becomes_part_of_an_address(api: Api, name: str) -> None:
+    with pytest.raises(KubernetesError, match="is no name of anything"):
+        api.get(NODES, name)
+    with pytest.raises(KubernetesError, match="is no name of anything"):
+        api.list_all(PODS, name)
+
+
+def test_nothing_has_no_name(api: Api) -> None:
+    with pytest.raises(NotFound, match="without a name"):
+        api.get(NODES, "")
 
 
 # -- watching ---------------------------------------------------------------------------------------------------------
