@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from resilience.errors import ConfigError
-from resilience.launcher.checkup import StoreBoard, TimedStore, join, main
+from resilience.launcher.boards import StoreBoard, TimedStore, join
+from resilience.launcher.checkup import main
 from resilience.nodecheck.exchange import Interrupted
 from tests.jobs import alive, children, free_port, stopped, wait_for
 
