@@ -39,7 +39,7 @@ PUBLIC = [
 ]
 
 # Which rooms a room may import, besides itself. Nothing imports what stands above it.
-BASE = {"config", "errors"}
+BASE = {"config", "errors", "kin"}
 ADAPTERS_MAY_IMPORT = {
     "checkpoint",
     "failover",
@@ -52,6 +52,7 @@ ADAPTERS_MAY_IMPORT = {
 MAY_IMPORT = {
     "errors": set[str](),
     "cgroups": set[str](),
+    "kin": set[str](),
     "config": {"errors", "values"},
     "values": {"errors"},
     "pulse": BASE,

@@ -111,6 +111,8 @@ class Api:
 
     def get(self, kind: Kind, name: str, namespace: str = "") -> dict[str, Any]:
         """Return one thing."""
+        if not name:
+            raise NotFound(f"{kind.plural}: there is nothing without a name.", 404)
         return self._call("GET", kind, namespace, name)
 
     def list_all(self, kind: Kind, namespace: str = "") -> tuple[list[dict[str, Any]], str]:
@@ -217,10 +219,12 @@ class Api:
         import urllib3  # noqa: PLC0415 - the client's
 
         url = f"{self._host}{path}" + (f"?{urlencode(query)}" if query else "")
-        asked = {"Accept": "application/json", **self._client.default_headers, **(headers or {})}
-        for setting in self._client.configuration.auth_settings().values():  # renewed here, where it has expired
-            if setting["in"] == "header" and setting["value"]:
-                asked[setting["key"]] = setting["value"]
+        asked = {
+            "Accept": "application/json",
+            **self._client.default_headers,
+            **(headers or {}),
+            **self._credentials(),
+        }
         try:
             return self._client.rest_client.pool_manager.request(
                 method,
@@ -233,6 +237,16 @@ class Api:
             )
         except (urllib3.exceptions.HTTPError, OSError) as error:
             raise Unreachable(f"the API server at {self._host} does not answer: {error}") from error
+
+    def _credentials(self) -> dict[str, str]:
+        """Return the headers that say who we are, renewed where they have expired."""
+        try:
+            found = self._client.configuration.auth_settings().values()
+        except (
+            Exception
+        ) as error:  # whatever the client makes of a token file that is being replaced, a plugin that fails
+            raise Unreachable(f"the credentials for {self._host} can't be read just now: {error!r}") from error
+        return {it["key"]: it["value"] for it in found if it["in"] == "header" and it["value"]}
 
 
 class Watch:
@@ -267,6 +281,9 @@ class Watch:
 
 
 def _path(kind: Kind, namespace: str = "", name: str = "", subresource: str = "") -> str:
+    for word in filter(None, (namespace, name)):
+        if "/" in word or "%" in word or word in (".", "..") or not word.isprintable():
+            raise KubernetesError(f"{word!r} is no name of anything in a cluster. Nothing was done.")
     where = f"/namespaces/{namespace}" if namespace and kind.namespaced else ""
     return kind.path + where + "/" + "/".join(part for part in (kind.plural, name, subresource) if part)
 

@@ -75,28 +75,30 @@ class Controller:
         self._election = election
         self._changes: queue.SimpleQueue[Change] = queue.SimpleQueue()
         self._turned = time.monotonic()
+        self._watchers: list[Watcher] = []
 
     def run(self, stop: threading.Event) -> int:
         """Run until ``stop``, or until this replica may not act any more; return the exit code."""
-        watchers: list[Watcher] = []
         try:
             if self._election is not None:
                 self._election.start()
                 if not self._wait_to_lead(stop):
                     return 0
-            watchers = [Watcher(self._api, kind, self._namespace, self._changes) for kind in self._delivery.kinds()]
-            for watcher in watchers:
+            for kind in self._delivery.kinds():
+                watcher = Watcher(self._api, kind, self._namespace, self._changes)
                 watcher.start()
+                self._watchers.append(watcher)
             return self._loop(stop)
         finally:
-            for watcher in watchers:
+            for watcher in self._watchers:
                 watcher.stop(0.0 if stop.is_set() else 2.0)
             if self._election is not None:
                 self._election.release()
 
     def well(self) -> bool:
-        """Whether the loop turns."""
-        return time.monotonic() - self._turned < 120.0
+        """Whether the loop turns and every watcher is at it. (Who stops trying to lead ends, by the clock of its lease.)"""
+        turns = time.monotonic() - self._turned < 120.0
+        return turns and all(watcher.lives() for watcher in self._watchers)
 
     def _wait_to_lead(self, stop: threading.Event) -> bool:
         assert self._election is not None

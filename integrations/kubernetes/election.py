@@ -81,6 +81,8 @@ class Election:
                     self._said = str(error)
                     loud = logging.ERROR if isinstance(error, Forbidden) else logging.WARNING
                     _LOG.log(loud, "the lease %s/%s can't be had: %s", self._namespace, self._name, error)
+            except Exception:  # noqa: BLE001 - a thread's boundary: who stops trying never leads again
+                _LOG.exception("the lease %s/%s can't be had; it is tried again.", self._namespace, self._name)
             self._stop.wait(self._retry_s)
 
     def try_once(self) -> bool:

@@ -1,4 +1,4 @@
-"""``/healthz`` for the kubelet: 200 while the controller's loop turns, else 503. Bound to loopback unless told otherwise."""
+"""``/healthz`` for the kubelet: 200 while the controller is well, else 503. Bound to loopback unless told otherwise."""
 
 from __future__ import annotations
 

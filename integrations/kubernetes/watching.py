@@ -61,6 +61,10 @@ class Watcher:
         """Begin."""
         self._thread.start()
 
+    def lives(self) -> bool:
+        """Whether its thread runs."""
+        return self._thread.is_alive()
+
     def stop(self, timeout_s: float = 2.0) -> None:
         """End; what is under way is given up."""
         self._stop.set()
@@ -81,6 +85,10 @@ class Watcher:
             except NotFound as error:
                 self._missing(error)
             except KubernetesError as error:
+                self._pause(error)
+            except Exception as error:  # noqa: BLE001 - see below
+                # A thread's boundary: without this this kind would be watched no more, and nobody would know.
+                self._version = ""
                 self._pause(error)
 
     def _list(self) -> None:
@@ -143,12 +151,14 @@ class Watcher:
         self._stop.wait(_ABSENT_S)
         return None
 
-    def _pause(self, error: KubernetesError) -> None:
+    def _pause(self, error: Exception) -> None:
         if self._stop.is_set():
             return
         pause = _PAUSES_S[min(self._failures, len(_PAUSES_S) - 1)]
         self._failures += 1
-        if str(error) != self._said and self._failures > 1:  # a watch breaks now and then, and once is nothing
+        if not isinstance(error, KubernetesError):
+            _LOG.error("%s can't be watched, it is tried again.", self._kind.plural, exc_info=error)
+        elif str(error) != self._said and self._failures > 1:  # a watch breaks now and then, and once is nothing
             self._said = str(error)
             loud = logging.ERROR if isinstance(error, Forbidden) else logging.WARNING
             _LOG.log(loud, "%s can't be watched, it is tried again: %s", self._kind.plural, error)

@@ -11,7 +11,6 @@ NORMAL. What can be wrong with it is found at start-up by a rehearsal: the impor
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import importlib
 import inspect
 import json
@@ -26,13 +25,13 @@ import traceback
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+from resilience import kin
 from resilience.errors import ConfigError
 from resilience.failover.strategy import AgentFailureInfo, DynamicFailoverExtension, FailoverStrategy
 
 _LOG = logging.getLogger("resilience.launcher")
 _IMPORT_S = 120.0
 _LOOK_S = 0.1
-_PR_SET_PDEATHSIG = 1
 
 
 class Extension:
@@ -93,7 +92,8 @@ class Extension:
 
     def _start(self, timeout: float) -> None:
         ours, theirs = socket.socketpair()
-        command = [sys.executable, "-m", "resilience.failover.extension", self.path, str(theirs.fileno())]
+        words = [self.path, str(theirs.fileno()), str(os.getpid())]
+        command = [sys.executable, "-m", "resilience.failover.extension", *words]
         try:
             self._process = subprocess.Popen(
                 command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, start_new_session=True
@@ -203,8 +203,6 @@ def main(path: str, fd: int) -> None:
     """Serve one launcher until it is gone."""
     from resilience.failover import extension as here  # noqa: PLC0415, PLW0406 - the module that users' code sees, not __main__
 
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
     with socket.socket(fileno=fd) as sock, sock.makefile("rwb") as line:
 
         def say(message: dict[str, Any]) -> None:
@@ -225,4 +223,5 @@ def main(path: str, fd: int) -> None:
 
 
 if __name__ == "__main__":
+    kin.end_with(int(sys.argv[3]))
     main(sys.argv[1], int(sys.argv[2]))

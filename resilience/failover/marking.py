@@ -14,7 +14,6 @@ Rule: a fault that was told is marked, or there is a line in the log that says t
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import dataclasses
 import fcntl
 import importlib
@@ -32,6 +31,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from resilience import kin
 from resilience.errors import ConfigError, nearest
 from resilience.failover.error_monitor import ErrorMonitor, NodeFault, from_message
 
@@ -42,8 +42,10 @@ _FILE = "file:"
 _IMPORT_S = 60.0
 _PAUSES_S = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)  # and then every 30 s
 _REFUSED = 2
+_DONE = 83  # no code that a monitor's own sys.exit has by chance: mark() has returned
+_NO_TIME = "there was no time for an attempt"
+_LONGEST = 800
 _LEAVE_S = 2.0
-_PR_SET_PDEATHSIG = 1
 TERMINATION_LOG = "/dev/termination-log"
 
 
@@ -88,7 +90,7 @@ def _no_such_file(path: str, why: str) -> ConfigError:
 def _read(line: bytes) -> Any:
     try:
         return json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):  # the latter: brackets without end
         return None
 
 
@@ -157,7 +159,7 @@ class Marker:
         if self._spec == NONE:
             return
         with self._changed:
-            self._open.setdefault(fault, "there was no time for an attempt")
+            self._open.setdefault(fault, _NO_TIME)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, name="resilience-marking", daemon=True)
                 self._thread.start()
@@ -197,6 +199,8 @@ class Marker:
                 if due is None or when > now:
                     self._changed.wait(when - now)
                     continue
+                if self._open[due] == _NO_TIME:
+                    self._open[due] = "its first attempt has not come to an end"
             _, why = self._run("mark", due.as_message().encode(), self._timeout)
             count = tries.get(due, (0, 0.0))[0]
             with self._changed:
@@ -214,7 +218,7 @@ class Marker:
 
     def _run(self, verb: str, text: bytes, timeout: float) -> tuple[int | None, str]:
         """Run one attempt; return its exit code, if it ended, and what went wrong, or an empty string."""
-        command = [sys.executable, "-m", "resilience.failover.marking", verb, self._spec]
+        command = [sys.executable, "-m", "resilience.failover.marking", verb, self._spec, str(os.getpid())]
         try:
             self._attempt = subprocess.Popen(
                 command,
@@ -232,10 +236,11 @@ class Marker:
         finally:
             _end(self._attempt)
         code = self._attempt.returncode
-        if code == 0:
+        if code == _DONE:
             return code, ""
         lines = said.decode("utf-8", "replace").strip().splitlines()
-        return code, lines[-1] if lines else f"its process ended with {code}"
+        last = lines[-1] if lines else f"its process ended with {code} before it could {verb}"
+        return code, last if len(last) <= _LONGEST else f"{last[:_LONGEST]}…"
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
@@ -282,10 +287,9 @@ def main(verb: str, spec: str, told: Callable[[], str] = sys.stdin.read) -> int:
     except Exception as error:  # noqa: BLE001 - a plugin's boundary
         sys.stderr.write(f"{type(error).__name__}: {' '.join(str(error).split())}\n")
         return 1
-    return 0
+    return _DONE
 
 
 if __name__ == "__main__":
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))  # a killed launcher leaves nothing behind
+    kin.end_with(int(sys.argv[3]))  # a killed launcher leaves nothing behind
     sys.exit(main(sys.argv[1], sys.argv[2]))

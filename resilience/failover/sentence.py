@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from resilience.failover import exits
@@ -38,8 +38,10 @@ class Sentence:
     exit_code: int = exits.FINISHED
     leaver: int | None = None
     also: tuple[int, ...] = ()  # other nodes that leave with it
+    codes: Mapping[str, int] = field(default_factory=dict)  # of nodes with broken devices, each its own; as JSON has it
     excluded: bool = False
     counts: bool = False
+    strands: bool = False  # the other nodes can't go on without those that leave
 
     @property
     def restarts(self) -> bool:
@@ -57,6 +59,7 @@ class Scene:
     error_code: int | None
     used: int
     max_restarts: int
+    fixed: bool = False  # the nodes never come together anew
 
 
 def pronounce(decision: Decision, scene: Scene) -> Sentence:
@@ -70,12 +73,57 @@ def pronounce(decision: Decision, scene: Scene) -> Sentence:
         codes = [code for code in (scene.exit_code, scene.error_code) if code in HARDWARE_CODES]
         code = codes[0] if codes and codes[0] is not None else exits.NODE_LEFT
         where = f"node {scene.node} ({scene.host})"
-        detail = f"{where} leaves the job with exit code {code}, the others go on without it or wait: {decision.reason}"
+        rest = "" if scene.fixed else ", the others go on without it or wait"
+        detail = f"{where} leaves the job with exit code {code}{rest}: {decision.reason}"
         return Sentence(NODE, detail, name, code, leaver=scene.node)
     who = "the workers of every node" if decision.strategy is Strategy.GLOBAL_FAILOVER else "all workers"
     budget = f"({scene.used + 1} of {scene.max_restarts} restarts used)"
     why = "" if decision.reason == "all workers are restarted" else f"; {decision.reason}"
     return Sentence(RESTART, f"{who} are restarted {budget}{why}", name, counts=True)
+
+
+def with_broken(chosen: Sentence, broken: Mapping[int, tuple[str, int]]) -> Sentence:
+    """Have every node leave whose worker said that its device is broken, each with its own code, and not the culprit's alone.
+    ``broken``: by node, its host and the code. Where nobody goes on, or an extension has all start again, it is only noted."""
+    chosen = dataclasses.replace(chosen, codes={str(node): code for node, (_, code) in broken.items()})
+    others = [node for node in sorted(broken) if node != chosen.leaver]
+    if not others or not chosen.restarts or chosen.strategy == Strategy.GLOBAL_FAILOVER.value:
+        return chosen
+    said = [
+        f"node {node} ({broken[node][0]}) leaves the job with exit code {broken[node][1]}, {HARDWARE_CODES[broken[node][1]]}"
+        for node in others
+    ]
+    leaver, code = (others[0], broken[others[0]][1]) if chosen.leaver is None else (chosen.leaver, chosen.exit_code)
+    return dataclasses.replace(
+        chosen,
+        action=NODE,
+        detail="; ".join([chosen.detail, *said]),
+        exit_code=code,
+        leaver=leaver,
+        also=tuple(node for node in others if node != leaver),
+    )
+
+
+def stranded(chosen: Sentence) -> Sentence:
+    """Say that no node can leave a static rendezvous alone: it has no rounds in which the others could come together without it."""
+    if chosen.action != NODE:
+        return chosen
+    detail = (
+        f"{chosen.detail}; a static rendezvous can't go on without it, so the other nodes end with exit code {exits.CUT_OFF} "
+        "(with --rdzv-backend=c10d they could)"
+    )
+    return dataclasses.replace(chosen, detail=detail, strands=True)
+
+
+def broken_devices(failures: Mapping[int, Sequence[Mapping[str, Any]]]) -> dict[int, int]:
+    """Return which nodes' workers said that their device is broken, and by which code; ``failures`` are theirs, by node."""
+    found: dict[int, int] = {}
+    for node, items in failures.items():
+        codes = [item.get(name) for name in ("exit_code", "error_code") for item in items]
+        known = [code for code in codes if code in HARDWARE_CODES]
+        if known and known[0] is not None:
+            found[node] = known[0]
+    return found
 
 
 def preempted(why: str, excluded: int | None = None) -> Sentence:

@@ -31,12 +31,12 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
 from resilience import config
-from resilience.failover import sentence
+from resilience.failover import exits, sentence
 from resilience.failover.error_monitor import NodeFault, of_code
 from resilience.failover.history import History
 from resilience.failover.restart_policy import LEFT
 from resilience.launcher import cuda, lines
-from resilience.launcher.agreement import Agreement, Node, agree
+from resilience.launcher.agreement import Agreement, Node, agree, introduce
 from resilience.launcher.coroner import Coroner, Papers, torch_can_read
 from resilience.launcher.court import Court, Cycle, Verdict
 from resilience.launcher.fitness import Fitness
@@ -185,8 +185,7 @@ class Agent(LocalElasticAgent):  # type: ignore[misc]  # torch is untyped here
             )
         else:
             # A static rendezvous has no rounds: nobody waits for the others, so the cycle is counted by each node.
-            count = len(ranks)
-            nodes = tuple(Node(node.host, tuple(range(n * count, (n + 1) * count))) for n in range(world))
+            nodes = introduce(worker_group.store, me, world, node)
             agreement = Agreement(self.cycle + 1, nodes, learned, self._case.history)
         self.cycle = agreement.cycle
         self._case = Cycle(agreement.cycle, agreement.offset_ns, agreement.history)
@@ -215,7 +214,7 @@ class Agent(LocalElasticAgent):  # type: ignore[misc]  # torch is untyped here
         """Check the nodes of this round. Who is unfit ends here; False when the others come together again, without it."""
         assert self._link is not None
         with self._watchdog.phase("the node check did not end", fitness.limit):
-            result = fitness.examine(self._link, self.cycle)
+            result = fitness.examine(self._link, self.cycle, fixed=not self._venue.has_roster)
         for verdict in result.verdicts:
             self._venue.enact(verdict, whole_job=False)
         if result.report is not None:
@@ -223,11 +222,8 @@ class Agent(LocalElasticAgent):  # type: ignore[misc]  # torch is untyped here
         if result.fault is not None:
             self._on_fault(result.fault)
         if result.outcome is not None:
-            self._link.set_state(LEFT)
-            self._venue.stay_if_needed(self._watchdog.turn)
+            self._go_alone(strands=not self._venue.has_roster)
             raise NotWanted(result.outcome)
-        if not result.may_start and not self._venue.has_roster:
-            raise RendezvousConnectionError("a node failed its check, and this rendezvous can't go on without it")
         if not result.may_start:
             self.unstarted += 1
             fitness.warm()
@@ -277,34 +273,39 @@ class Agent(LocalElasticAgent):  # type: ignore[misc]  # torch is untyped here
             return done if done.state == WorkerState.SUCCEEDED else _nothing_returned(group)
         if _goes_on(order, leaves):
             return None
-        self.outcome = Outcome(order["exit_code"], order["detail"])
+        self.outcome = Outcome(_own_code(order, self._link.me, leaves), order["detail"])
         self._tell_of_broken_device(verdict)
         failures = self._failures(group)
         super()._shutdown(signal.SIGTERM, 1)
         group.state = WorkerState.FAILED
         if leaves:
-            self._link.set_state(LEFT)  # with min-healthy the others go on, and know of no verdict
-            self._venue.stay_if_needed(self._watchdog.turn)
+            self._go_alone(bool(order.get("strands")))
         else:
             self._say_goodbye()
         return RunResult(WorkerState.FAILED, failures=failures)
 
     def _tell_of_broken_device(self, verdict: Verdict) -> None:
         """Have this node marked, if a worker of it ended with a code of the hardware."""
-        culprit = verdict["report"]["culprit"] if "report" in verdict else {}
         assert self._link is not None
-        if culprit.get("node") == self._link.me:
-            name, run, now = self._venue.name, self._venue.handler.get_run_id(), time.time()
-            codes = [code for code in (culprit.get("exit_code"), culprit.get("error_code")) if code is not None]
-            faults = [fault for code in codes if (fault := of_code(name, code, run=run, at=now)) is not None]
-            for fault in faults[:1]:
-                self._on_fault(fault)
+        code = verdict["sentence"].get("codes", {}).get(str(self._link.me))
+        fault = of_code(self._venue.name, code or 0, run=self._venue.handler.get_run_id(), at=time.time())
+        if fault is not None:
+            self._on_fault(fault)
+
+    def _go_alone(self, strands: bool) -> None:
+        """Leave a job that others are in. ``strands``: they end too, and must have read why before the store goes with us."""
+        assert self._link is not None
+        if strands:
+            return self._say_goodbye()
+        self._link.set_state(LEFT)  # with min-healthy the others go on, and know of no verdict
+        return self._venue.stay_if_needed(self._watchdog.turn)
 
     def _say_goodbye(self) -> None:
         """Let everybody read how the job ended before the store goes with us."""
         assert self._link is not None
         with self._watchdog.phase("the other nodes did not take leave", _BARRIER_MARGIN_S):
-            self._link.farewell(self._venue.hosts_the_store)
+            static = not self._venue.meets and self._link.me == 0
+            self._link.farewell(self._venue.hosts_the_store or static)
             self._venue.see_off_spares()
 
     def leave(self) -> None:
@@ -352,7 +353,15 @@ class Agent(LocalElasticAgent):  # type: ignore[misc]  # torch is untyped here
 
 def _goes_on(order: dict[str, Any], leaves: bool) -> bool:
     """Whether this launcher has workers, or may have them again, after a verdict."""
-    return order["action"] not in sentence.ENDS and not leaves
+    return order["action"] not in sentence.ENDS and not leaves and not order.get("strands")
+
+
+def _own_code(order: dict[str, Any], me: int, leaves: bool) -> int:
+    """Return the exit code of this node after a verdict that ends it."""
+    if order.get("strands") and not leaves:
+        return exits.CUT_OFF
+    own = order.get("codes", {}).get(str(me)) if me in order.get("also", ()) else None
+    return int(own or order["exit_code"])
 
 
 def _nothing_returned(group: WorkerGroup) -> RunResult:

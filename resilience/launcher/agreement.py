@@ -62,6 +62,17 @@ def agree(store: Any, me: int, world: int, *, node: Node, cycle: int, learned: A
     return Agreement(decided["cycle"], nodes, decided["learned"], History.from_json(decided["history"]), offset)
 
 
+def introduce(store: Any, me: int, world: int, node: Node) -> tuple[Node, ...]:
+    """Tell the nodes of a static rendezvous who this one is; return all of them. Blocks until everybody has done it once: nobody
+    changes there, so a later round finds what the first one left, and waits for nobody."""
+    if world == 1:
+        return (node,)
+    store.set(f"resilience/node/{me}", json.dumps([node.host, node.ranks, node.name]))
+    texts = store.multi_get([f"resilience/node/{other}" for other in range(world)])
+    told = [json.loads(bytes(text)) for text in texts]
+    return tuple(Node(host, tuple(ranks), name=name) for host, ranks, name in told)
+
+
 def settle(offers: list[Mapping[str, Any]]) -> dict[str, Any]:
     """Make one decision of the offers of all nodes. Pure."""
     learned: dict[str, Any] = {}

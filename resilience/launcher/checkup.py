@@ -6,6 +6,8 @@ between launchers. Each node writes a beat into the store; one that is silent fo
 Rule: who is told of a faulty node is said on the command line. A check by hand in a container that trains must not leave a message
 there unasked: a controller would take the node out when the training ends.
 
+Hazard: a call of a store whose host is frozen never returns. After ``--ft-store-silence-timeout`` a thread ends the command.
+
 Exit codes: 0 fit, 80 unfit, 75 can't be told, or the other nodes did not come, 2 a flag that can't be meant.
 """
 
@@ -17,9 +19,7 @@ import os
 import signal
 import socket
 import sys
-import threading
 import time
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,19 +32,20 @@ from resilience.failover.error_monitor import NodeFault
 from resilience.failover.marking import Marker, leave_message
 from resilience.launcher import lines
 from resilience.launcher.agreement import Node
+from resilience.launcher.boards import Alone, TimedStore, join, mute
 from resilience.launcher.cli import Parser, add_settings, settings_from
 from resilience.launcher.fitness import Result, consequences
+from resilience.launcher.watchdog import Watchdog
 from resilience.nodecheck import accelerators, pairing
-from resilience.nodecheck.crew import Broken, Crew
+from resilience.nodecheck.crew import Broken, Crew, harmless
 from resilience.nodecheck.exchange import Examination, Interrupted, Terms
 from resilience.nodecheck.judging import as_table
 
 _LOG = logging.getLogger("resilience.launcher")
 _JOIN_S = 600
 _STAY_S = 30.0
-_BEAT_S = 2.0
+_LOOK_S = 0.05
 _SHOWN = 8
-_PER_NODE_S = 0.02  # all nodes read all beats
 _SETTINGS = (
     "accelerator",
     "exclude_straggler",
@@ -59,92 +60,6 @@ _SETTINGS = (
     "store_silence_timeout",
     "log_level",
 )
-
-
-class Alone:
-    """The board of a node that is alone."""
-
-    def __init__(self) -> None:
-        self._keys: dict[str, str] = {}
-
-    def post(self, key: str, text: str) -> None:
-        """See :class:`Board`."""
-        self._keys[key] = text
-
-    def peek(self, key: str) -> str | None:
-        """See :class:`Board`."""
-        return self._keys.get(key)
-
-    def lost_nodes(self) -> Mapping[int, str]:
-        """See :class:`Board`."""
-        return {}
-
-    def close(self) -> None:
-        """Let go of it."""
-
-
-class StoreBoard(Alone):
-    """A board in torch's store. A thread of its own writes this node's beat and looks at the others'."""
-
-    def __init__(self, store: Any, me: int, names: Sequence[str], silence: float) -> None:
-        """All of ``names`` must have written their first beat: :func:`join` sees to it."""
-        super().__init__()
-        self._store = store
-        self._me = me
-        self._names = names
-        self._silence = silence
-        self._lost: dict[int, str] = {}
-        self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._beat, name="resilience-beat", daemon=True)
-        self._thread.start()
-
-    def post(self, key: str, text: str) -> None:
-        """See :class:`Board`."""
-        super().post(key, text)
-        self._store.set(key, text)
-
-    def peek(self, key: str) -> str | None:
-        """See :class:`Board`."""
-        own = super().peek(key)
-        return own if own is not None else bytes(self._store.get(key)).decode() if self._store.check([key]) else None
-
-    def lost_nodes(self) -> Mapping[int, str]:
-        """See :class:`Board`."""
-        return dict(self._lost)
-
-    def close(self) -> None:
-        """Stop the thread: nothing must call the store while the process ends."""
-        self._closed.set()
-        self._thread.join(_BEAT_S)
-
-    def _beat(self) -> None:
-        every = min(self._silence / 4, max(_BEAT_S, len(self._names) * _PER_NODE_S))
-        others = [node for node in range(len(self._names)) if node != self._me]
-        seen: dict[int, tuple[bytes, float]] = {}
-        count, looked = 0, time.monotonic()
-        with contextlib.suppress(RuntimeError):  # a store that is gone: the check itself finds out
-            while not self._closed.wait(every):
-                count += 1
-                self._store.set(f"beat/{self._me}", str(count))
-                beats = self._store.multi_get([f"beat/{node}" for node in others])
-                now = time.monotonic()
-                paused, looked = (
-                    now - looked > 4 * every,
-                    now,
-                )  # we were stopped ourselves: everybody gets another chance
-                for node, beat in zip(others, map(bytes, beats), strict=True):
-                    last, since = seen.get(node, (b"", now))
-                    seen[node] = (beat, now if paused or beat != last else since)
-                    if now - seen[node][1] > self._silence:
-                        self._lost.setdefault(node, f"{self._names[node]} has been silent for {self._silence:g} s")
-
-
-def join(store: Any, me: int, name: str, nodes: int, silence: float) -> tuple[StoreBoard, tuple[str, ...]]:
-    """Write who we are, and wait until everybody has; return the board and everybody's name."""
-    store.set(f"beat/{me}", "0")
-    store.set(f"name/{me}", name)
-    names = tuple(bytes(store.get(f"name/{node}")).decode() for node in range(nodes))
-    return StoreBoard(store, me, names, silence), names
 
 
 def main(argv: list[str]) -> int:
@@ -222,18 +137,34 @@ class Party:
             for node in range(len(self.names))
             if node not in self.board.lost_nodes()
         ):
-            time.sleep(0.05)
+            time.sleep(_LOOK_S)
 
 
 def _check(args: Any, settings: Settings, crew: Crew) -> Result | int:
-    """Check, and say what was found; return what it means, or the exit code where there is no verdict."""
-    from torch.distributed.elastic.rendezvous import RendezvousError  # noqa: PLC0415
+    """Come together, check, and say what was found; return what it means, or the exit code where there is no verdict."""
+    with config.told_to_ourselves("TORCH_CPP_LOG_LEVEL", "ERROR"):  # a store that is gone gives a page of C++ per call
+        from torch.distributed.elastic.rendezvous import RendezvousError  # noqa: PLC0415
 
+    store = TimedStore()
+    watchdog = Watchdog(lambda _: _end(args, settings, crew), settings.launcher.store_silence_timeout, store.silent_for)
     try:
-        party = _meet(args, settings)
+        return _examine(_meet(args, settings, store, watchdog), args, settings, crew)
     except RendezvousError as error:
         sys.stderr.write(f"resilience nodecheck: the nodes did not come together at {args.rdzv_endpoint}: {error}\n")
-        return exits.CUT_OFF
+    except Interrupted as why:
+        sys.stderr.write(f"resilience nodecheck: {why}. There is no verdict on this node.\n")
+    except RuntimeError as error:  # torch's, of a store that is gone
+        said = harmless(str(error).partition("\n")[0])
+        sys.stderr.write(
+            f"resilience nodecheck: the store at {args.rdzv_endpoint} is gone ({said}); the command on its node has probably "
+            "ended. There is no verdict on this node. Look there; then start the check again on all nodes.\n"
+        )
+    finally:
+        watchdog.close()
+    return exits.CUT_OFF
+
+
+def _examine(party: Party, args: Any, settings: Settings, crew: Crew) -> Result:
     terms = Terms(
         folder=str(Path(settings.launcher.run_dir or "").expanduser().absolute()),
         address=args.local_addr or socket.getfqdn(),
@@ -253,37 +184,88 @@ def _check(args: Any, settings: Settings, crew: Crew) -> Result | int:
         sys.stdout.write(f"{as_table(ruling, party.names)}\n{verdict} ({took:.1f} s), exit code {code}\n")
         sys.stdout.flush()
         party.leave()
-    except (Interrupted, RuntimeError) as why:  # RuntimeError: torch's, of a store that is gone
-        sys.stderr.write(f"resilience nodecheck: {why}. There is no verdict on this node.\n")
-        return exits.CUT_OFF
     finally:
         party.board.close()
     return result
 
 
-def _meet(args: Any, settings: Settings) -> Party:
+def _end(args: Any, settings: Settings, crew: Crew) -> None:
+    """End the command from the watchdog's thread: the main one waits in a store call that never returns."""
+    limit = settings.launcher.store_silence_timeout
+    sys.stderr.write(
+        f"resilience nodecheck: the store at {args.rdzv_endpoint} has not answered for {limit:g} s. There is no verdict on this "
+        "node. Look at the host that serves the store, and at the way to it; then start the check again on all nodes.\n"
+    )
+    sys.stderr.flush()
+    crew.close(patience=0.0)
+    os._exit(exits.CUT_OFF)
+
+
+def _check_nodes(nnodes: str) -> None:
+    """Raise for a number of nodes that can't be meant."""
+    least, _, most = nnodes.partition(":")
+    numbers = [least, most] if ":" in nnodes else [least]
+    if not all(word.isdecimal() and int(word) > 0 for word in numbers) or int(numbers[0]) > int(numbers[-1]):
+        raise ConfigError(f"--nnodes={nnodes}: give a number from 1 on, or MIN:MAX. Nothing was started.")
+
+
+def _conf(text: str) -> dict[str, str]:
+    """Read ``--rdzv-conf``; raise ``ValueError`` for what can't be meant."""
+    found = {}
+    for word in filter(None, text.split(",")):
+        key, separator, value = (part.strip() for part in word.partition("="))
+        if not (separator and key and value):
+            raise ValueError(f"{word!r} is not of the form KEY=VALUE.")
+        if (key.endswith("_timeout") or key.startswith("keep_alive")) and not _positive(value):
+            raise ValueError(f"{key}={value}: it must be a number above 0.")
+        found[key] = value
+    return found
+
+
+def _positive(text: str) -> bool:
+    try:
+        return 0 < float(text) < float("inf")
+    except ValueError:
+        return False
+
+
+def _meet(args: Any, settings: Settings, store: TimedStore, watchdog: Watchdog) -> Party:
     """Come together with the other nodes, if there are to be any."""
     name = settings.failover.node_name or socket.gethostname()
     if args.nnodes == "1":
         return Party(Alone(), 0, (name,))
+    _check_nodes(args.nnodes)
     if not args.rdzv_endpoint:
         raise ConfigError(f"--nnodes={args.nnodes} needs --rdzv-endpoint=HOST:PORT, the same on all nodes.")
+    from torch.distributed import DistStoreError  # noqa: PLC0415
     from torch.distributed.elastic.rendezvous import RendezvousParameters  # noqa: PLC0415
+    from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint  # noqa: PLC0415
     from torch.distributed.run import parse_min_max_nnodes  # noqa: PLC0415
 
-    from resilience.launcher.venue import open_venue  # noqa: PLC0415
+    from resilience.launcher.venue import DEFAULT_PORT, open_venue  # noqa: PLC0415
 
     try:
         least, most = parse_min_max_nnodes(args.nnodes)
-        words = [word.partition("=") for word in args.rdzv_conf.split(",") if word]
-        conf = {"join_timeout": _JOIN_S, **{key.strip(): value.strip() for key, _, value in words}}
+        conf = {"join_timeout": _JOIN_S, **_conf(args.rdzv_conf)}
         parameters = RendezvousParameters(
             "c10d", args.rdzv_endpoint, args.rdzv_id, least, most, args.local_addr, **conf
         )
+        parse_rendezvous_endpoint(args.rdzv_endpoint, default_port=DEFAULT_PORT)
+        parameters.get_as_bool("is_host")
     except (ValueError, RuntimeError) as error:
-        raise ConfigError(f"--nnodes={args.nnodes}, --rdzv-conf={args.rdzv_conf}: {error}") from error
+        given = f"--nnodes={args.nnodes}, --rdzv-endpoint={args.rdzv_endpoint}, --rdzv-conf={args.rdzv_conf}"
+        raise ConfigError(f"{given}: {error} Nothing was started.") from error
     venue = open_venue(parameters, settings)
-    info = venue.handler.next_rendezvous()
-    board, names = join(info.store, info.rank, name, info.world_size, settings.launcher.node_silence_timeout)
+    venue.answered = watchdog.turn
+    limit = settings.launcher.store_silence_timeout
+    try:
+        with watchdog.phase("the nodes did not come together", limit):
+            info = venue.handler.next_rendezvous()
+    except DistStoreError as error:  # the store answers: it has no word of the first node
+        raise Interrupted(mute([0], venue.names(), limit / 3)) from error
+    venue.answered = lambda: None
+    store.store = info.store
+    silence = settings.launcher.node_silence_timeout
+    board, names = join(store, info.rank, name, info.world_size, silence, known=venue.names())
     _LOG.info("%s nodes have come together and check each other: %s.", len(names), ", ".join(names[:_SHOWN]))
     return Party(board, info.rank, names, venue)

@@ -29,12 +29,15 @@ from resilience.failover.sentence import (
     STOP,
     Scene,
     Sentence,
+    broken_devices,
     interrupted,
     on_request,
     preempted,
     pronounce,
+    stranded,
     together,
     waits,
+    with_broken,
 )
 from resilience.failover.strategy import AgentFailureInfo, FailoverStrategy
 from resilience.launcher import cuda
@@ -68,13 +71,16 @@ class Court:
         max_restarts: int,
         extension: Extension | None = None,
         flight: Path | None = None,
+        fixed: bool = False,
     ) -> None:
+        """``fixed``: the nodes never come together anew, so none can leave without the others' end."""
         self._hub = hub
         self._coroner = coroner
         self._settings = settings
         self._max_restarts = max_restarts
         self._extension = extension
         self._flight = flight
+        self._fixed = fixed
         self.asked: Callable[[], str] = str  # the signal that this launcher is to end by, or ""
         self.let_go: Callable[[], None] = lambda: None  # raises if there is one
 
@@ -142,8 +148,10 @@ class Court:
         report["collectives"] = next((item["collectives"] for item in said if item["collectives"]), "")
         chosen = self._when_stopping(said, report, stopping) if stopping else None
         chosen = chosen or self._sentence(said, report, link, cycle)
+        chosen = stranded(chosen) if self._fixed and link.company else chosen
         if self.asked() and not link.company and chosen.restarts:
             chosen = interrupted(self.asked(), self._hub.adopted())
+        chosen = dataclasses.replace(chosen, codes={str(node): code for node, code in _broken(said).items()})
         return link.give_verdict(self._verdict(report, chosen, link, cycle))
 
     def _when_stopping(self, said: list[dict[str, Any]], report: reports.Report, why: str) -> Sentence | None:
@@ -197,8 +205,10 @@ class Court:
             error_code=culprit.get("error_code"),
             used=cycle.history.counted(state.now.step),
             max_restarts=self._max_restarts,
+            fixed=self._fixed,
         )
-        return pronounce(decide(state, asked, who), scene)
+        broken = {node: (link.nodes[node].title, code) for node, code in _broken(said).items()}
+        return with_broken(pronounce(decide(state, asked, who), scene), broken)
 
     def _past(self, report: reports.Report, link: Link) -> Past:
         culprit, own = report["culprit"], _own_failure(report)
@@ -253,6 +263,10 @@ class Court:
             "excluded": [link.nodes[node].name for node in leavers if chosen.excluded],
             "departed": [ident for ident in lost if ident],
         }
+
+
+def _broken(said: list[dict[str, Any]]) -> dict[int, int]:
+    return broken_devices({node["node"]: node["failures"] for node in said})
 
 
 def _own_failure(report: reports.Report) -> dict[str, Any]:

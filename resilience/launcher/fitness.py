@@ -35,6 +35,7 @@ from resilience.nodecheck.pairing import Rule
 
 _LOG = logging.getLogger("resilience.launcher")
 _FREE_S = 10.0
+STRANDED = "this rendezvous can't go on without it (one of --rdzv-backend=c10d could)"
 
 
 @dataclass(frozen=True)
@@ -94,8 +95,9 @@ class Fitness:
         self._passed = False
         self.warm()
 
-    def examine(self, link: Link, cycle: int) -> Result:
-        """Check all nodes of the round. Returns the same on all of them, but for what concerns this one."""
+    def examine(self, link: Link, cycle: int, fixed: bool) -> Result:
+        """Check all nodes of the round. Returns the same on all of them, but for what concerns this one. ``fixed``: the nodes can't
+        come together again without those that fail, so all end."""
         start = time.monotonic()
         if not self._passed:
             _LOG.info("this node and %s more are checked before the workers start.", len(link.nodes) - 1)
@@ -104,6 +106,8 @@ class Fitness:
         try:
             ruling = examination.run(self._passed)
         except Interrupted as why:
+            if fixed and link.company:
+                return Result(False, Outcome(exits.CUT_OFF, f"the node check was interrupted: {why}; {STRANDED}"))
             _LOG.warning("the node check was interrupted: %s. The nodes come together again.", why)
             gone = list(link.lost_nodes()) or [0]
             return Result(False, verdicts=tuple(departed([link.nodes[node] for node in gone if node != link.me])))
@@ -116,7 +120,14 @@ class Fitness:
         took = time.monotonic() - start
         _LOG.info("node check (%.1f s):\n%s", took, as_table(ruling, names))
         result = consequences(
-            ruling, link.nodes, link.me, self._settings.exclude_straggler, run=self._run_id, cycle=cycle, at=time.time()
+            ruling,
+            link.nodes,
+            link.me,
+            self._settings.exclude_straggler,
+            run=self._run_id,
+            cycle=cycle,
+            at=time.time(),
+            fixed=fixed,
         )
         self._passed = result.outcome is None
         return result
@@ -127,7 +138,15 @@ class Fitness:
 
 
 def consequences(
-    ruling: Ruling, nodes: Sequence[Node], me: int, exclude_straggler: bool, *, run: str, cycle: int, at: float
+    ruling: Ruling,
+    nodes: Sequence[Node],
+    me: int,
+    exclude_straggler: bool,
+    *,
+    run: str,
+    cycle: int,
+    at: float,
+    fixed: bool = False,
 ) -> Result:
     """Say what a ruling means: who is out, how this launcher ends, what is reported. Pure."""
     unfit, lost = ruling.unfit(exclude_straggler), ruling.those(pairing.UNDECIDED, pairing.VANISHED)
@@ -144,7 +163,10 @@ def consequences(
         fault = NodeFault(name, reason, f"node check: {mine.why}", run=run, at=at) if ruling.mark else None
     elif mine is not None:
         outcome = Outcome(exits.CUT_OFF, ruling.note or mine.why)
-    return Result(False, outcome, fault, tuple(verdicts), _report(ruling, (*unfit, *lost), nodes, cycle))
+    elif fixed:
+        who = ", ".join(f"node {item.node} ({nodes[item.node].title})" for item in (*unfit, *lost))
+        outcome = Outcome(exits.CUT_OFF, f"{who} did not pass the node check; {STRANDED}")
+    return Result(False, outcome, fault, tuple(verdicts), _report(ruling, (*unfit, *lost), nodes, cycle, fixed=fixed))
 
 
 def own_fault(settings: Settings, why: str, run: str, at: float) -> NodeFault:
@@ -163,9 +185,12 @@ def _verdict(node: Node, why: str, excluded: bool) -> dict[str, Any]:
     return {"sentence": order, "leavers": [node.id], "excluded": [node.name] if excluded else []}
 
 
-def _report(ruling: Ruling, out: Sequence[Judgement], nodes: Sequence[Node], cycle: int) -> dict[str, Any]:
+def _report(
+    ruling: Ruling, out: Sequence[Judgement], nodes: Sequence[Node], cycle: int, *, fixed: bool
+) -> dict[str, Any]:
     """Return the report of a start that did not happen, in the form of all reports."""
     worst = out[0]
+    rest = f"{STRANDED}, so the others end with {exits.CUT_OFF}" if fixed else "the others go on without, or wait"
     codes = {pairing.UNDECIDED: exits.CUT_OFF, pairing.VANISHED: None}
     leave = [
         f"node {item.node} ({nodes[item.node].title}) "
@@ -197,7 +222,7 @@ def _report(ruling: Ruling, out: Sequence[Judgement], nodes: Sequence[Node], cyc
         "culprit": culprit,
         "victims": [],
         "action": sentence.NODE,
-        "action_detail": f"no workers were started; {', '.join(leave)}; the others go on without, or wait",
+        "action_detail": f"no workers were started; {', '.join(leave)}; {rest}",
         "strategy": "",
         "remedy": remedy.get(worst.state, "Have the node looked at; `resilience nodecheck` on it repeats the check."),
         "waiting": "",

@@ -148,6 +148,7 @@ class Session:
                 max_restarts=launch.max_restarts,
                 extension=self.extension,
                 flight=cuda.flight_folder(self.run_dir) if cuda.present() else None,
+                fixed=not venue.meets,
             ),
             coroner=coroner,
             publish=self.publish,

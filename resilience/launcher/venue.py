@@ -91,6 +91,11 @@ class Venue:
         """Whether nodes can leave, wait and be excluded here."""
         return self._meeting is not None
 
+    def names(self) -> dict[int, str]:
+        """Return what the nodes of the round are called, by rank, where there is a roster."""
+        members = self._meeting.roster.members.values() if self._meeting is not None else ()
+        return {member.rank: member.name for member in members if member.rank is not None}
+
     def connect(self, store: Any, world: int) -> tuple[Any, Any]:
         """Return the round's store and the one for signs of life, on a connection of their own; nothing for a lone node."""
         if self._meeting is not None:

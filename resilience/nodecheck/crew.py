@@ -28,11 +28,34 @@ REMIND_S = 15.0
 LOAD_S = 120.0  # to import torch from a slow file system, and an accelerator's own modules
 _LOOK_S = 0.1
 _LEAVE_S = 2.0
+_GUARD_S = 5.0
 _TAIL = 600
 _LONGEST = 800
 _QUIET: Mapping[str, str] = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 Answer = dict[str, Any]
+Shape = Mapping[str, "type | Shape"]
+_LOADED: Shape = {"accelerator": str, "type": str, "devices": int, "pid": int}
+_ALONE: Shape = {
+    "device": str,
+    "seconds": float,
+    "rate": float,
+    "host": {"figures": dict, "faults": list, "warnings": list},
+}
+_SERVED: Shape = {"port": int}
+_GATHERED: Shape = {"seconds": float}
+
+
+def fits(said: Any, shape: Shape) -> bool:
+    """Whether an answer has what is asked for: an accelerator's code shares the process, and may write anything."""
+    if not isinstance(said, dict):
+        return False
+    for name, kind in shape.items():
+        value = said.get(name)
+        wanted = (int, float) if kind is float else kind
+        if not (isinstance(value, wanted) if isinstance(wanted, (type, tuple)) else fits(value, wanted)):
+            return False
+    return True
 
 
 def harmless(text: str) -> str:
@@ -73,10 +96,10 @@ class _Hand:
         except OSError as error:
             raise Broken(f"the check could not be started, there is no place for its log: {error}") from None
         ours, theirs = socket.socketpair()
-        command = [sys.executable, "-m", "resilience.nodecheck.process", accelerator, str(index), str(theirs.fileno())]
+        words = [accelerator, str(index), str(theirs.fileno()), str(os.getpid())]
         try:
             self._process = subprocess.Popen(
-                command,
+                [sys.executable, "-m", "resilience.nodecheck.process", *words],
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,
@@ -92,10 +115,7 @@ class _Hand:
             theirs.close()
         self._sock = ours
         self._heard = b""
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
+        self.worker = 0  # the process id of the one that holds the device, once it has spoken
 
     def ask(self, message: Mapping[str, Any]) -> None:
         try:
@@ -104,9 +124,9 @@ class _Hand:
         except OSError:
             raise Broken(self._how_it_ended()) from None
 
-    def answer(self, what: str, deadline: float, timeout: float, give_up: Callable[[], str]) -> Answer:
-        """Return what it says before the deadline, which was ``timeout`` seconds away once; ``give_up()`` may say in words why
-        nobody waits any longer."""
+    def answer(self, what: str, deadline: float, timeout: float, shape: Shape, give_up: Callable[[], str]) -> Answer:
+        """Return what it says before the deadline, which was ``timeout`` seconds away once, and has this shape; ``give_up()`` may
+        say in words why nobody waits any longer."""
         reminder = Reminder(deadline)
         while b"\n" not in self._heard:
             reminder.say(f"{what} on this node")
@@ -129,17 +149,17 @@ class _Hand:
         line, _, self._heard = self._heard.partition(b"\n")
         try:
             said = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             said = None
-        if not isinstance(said, dict):
-            raise Broken(f"{what}: it said {line[:100]!r}")
-        if "error" in said:
+        if isinstance(said, dict) and "error" in said:
             raise Broken(f"{what}: {said['error']}")
+        if not isinstance(said, dict) or not ("refused" in said or fits(said, shape)):
+            raise Broken(f"{what}: it said {line[:100]!r}")
         return said
 
     def _how_it_ended(self) -> str:
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(1.0)
+            self._process.wait(_LEAVE_S)
         code = self._process.returncode
         if code is None:
             return "its process does not speak any more"
@@ -163,6 +183,9 @@ class _Hand:
         self.let_go()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(patience)
+        self._process.terminate()  # its guard ends all that is below it, wherever it went
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_GUARD_S)
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
@@ -202,12 +225,13 @@ class Crew:
         while True:
             self.start()
             while self._unheard:
-                said = self._hear(self._unheard[0], "loading the accelerator", deadline, timeout)
+                said = self._hear(self._unheard[0], "loading the accelerator", deadline, timeout, _LOADED)
                 self._unready.append(self._unheard.pop(0))
                 if "refused" in said:
                     self.close()
                     raise ConfigError(str(said["refused"]))
-                self.accelerator, self.devices = harmless(str(said["accelerator"])), int(said["devices"])
+                self._unready[-1].worker = said["pid"]
+                self.accelerator, self.devices = harmless(said["accelerator"]), said["devices"]
                 self.host_only = said["type"] == "cpu"
             if len(self._hands) >= self.devices:
                 return
@@ -216,7 +240,7 @@ class Crew:
         """Wait until all have imported what the tasks need."""
         deadline = time.monotonic() + LOAD_S
         while self._unready:
-            self._hear(self._unready[0], "importing torch", deadline, LOAD_S)
+            self._hear(self._unready[0], "importing torch", deadline, LOAD_S, {"ready": bool})
             self._unready.pop(0)
 
     def alone(self, folder: str, timeout: float) -> list[Answer]:
@@ -224,13 +248,14 @@ class Crew:
         self._await_ready()
         for hand in self._hands:
             self._ask(hand, {"op": "alone", "folder": folder if hand.index == 0 else ""})
-        return self._hear_all("the GEMM", timeout)
+        return self._hear_all("the GEMM", timeout, _ALONE)
 
     def serve(self, timeout: float) -> int:
         """Open the store of a group; return its port."""
         self._await_ready()
         self._ask(self._hands[0], {"op": "serve", "timeout": timeout})
-        return int(self._hear(self._hands[0], "the group's store", time.monotonic() + timeout, timeout)["port"])
+        said = self._hear(self._hands[0], "the group's store", time.monotonic() + timeout, timeout, _SERVED)
+        return int(said["port"])
 
     def gather(
         self, address: tuple[str, int], tag: str, *, first: int, world: int, timeout: float, give_up: Callable[[], str]
@@ -250,11 +275,11 @@ class Crew:
                     "timeout": timeout,
                 },
             )
-        return self._hear_all("the all-gather", timeout, give_up)
+        return self._hear_all("the all-gather", timeout, _GATHERED, give_up)
 
     def pids(self) -> list[int]:
-        """Return the processes that there are."""
-        return [hand.pid for hand in self._hands]
+        """Return the processes that hold devices."""
+        return [hand.worker for hand in self._hands if hand.worker]
 
     def close(self, patience: float = _LEAVE_S) -> None:
         """End all processes and what they started; returns when they are gone. They hold devices until then."""
@@ -265,9 +290,9 @@ class Crew:
         for hand in hands:
             hand.end(max(0.0, deadline - time.monotonic()))
 
-    def _hear_all(self, what: str, timeout: float, give_up: Callable[[], str] = str) -> list[Answer]:
+    def _hear_all(self, what: str, timeout: float, shape: Shape, give_up: Callable[[], str] = str) -> list[Answer]:
         deadline = time.monotonic() + timeout
-        return [self._hear(hand, what, deadline, timeout, give_up) for hand in self._hands]
+        return [self._hear(hand, what, deadline, timeout, shape, give_up=give_up) for hand in self._hands]
 
     def _ask(self, hand: _Hand, message: Mapping[str, Any]) -> None:
         try:
@@ -276,10 +301,17 @@ class Crew:
             self._break(hand, broken)
 
     def _hear(
-        self, hand: _Hand, what: str, deadline: float, timeout: float, give_up: Callable[[], str] = str
+        self,
+        hand: _Hand,
+        what: str,
+        deadline: float,
+        timeout: float,
+        shape: Shape,
+        *,
+        give_up: Callable[[], str] = str,
     ) -> Answer:
         try:
-            return hand.answer(what, deadline, timeout, give_up)
+            return hand.answer(what, deadline, timeout, shape, give_up)
         except Broken as broken:
             self._break(hand, broken)
 

@@ -16,13 +16,14 @@ Hazard: a node that waits for its group waits for others' devices. It stops as s
 from __future__ import annotations
 
 import json
+import reprlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
-from resilience.nodecheck.crew import LOAD_S, Broken, Crew, Reminder, titles
-from resilience.nodecheck.judging import Alone, Judgement, Ruling, fitting, judge, slow_alone, sound
+from resilience.nodecheck.crew import LOAD_S, Broken, Crew, Reminder, harmless, titles
+from resilience.nodecheck.judging import ODD, Alone, Judgement, Ruling, fitting, judge, slow_alone, sound
 from resilience.nodecheck.pairing import (
     HEALTHY,
     MOST_ROUNDS,
@@ -41,6 +42,7 @@ _GREET_S = 30.0
 _MARGIN_S = 10.0
 _GRACE_S = 0.5
 _SHOWN = 8
+_Told = TypeVar("_Told")
 
 
 class Board(Protocol):
@@ -103,8 +105,12 @@ class Examination:
         if self._me == 0:
             self._post("start", {"check": self._anybody_new(), "clock_s": time.time()})
         start = self._await("start", _GREET_S + _MARGIN_S)
-        self._ahead_s = time.time() - float(start["clock_s"])  # too large by the way of one message
-        if not start["check"]:
+        try:
+            self._ahead_s = time.time() - float(start["clock_s"])  # too large by the way of one message
+            check = bool(start["check"])
+        except ODD as error:
+            raise Interrupted(f"what node 0 said can't be read ({type(error).__name__}: {error})") from error
+        if not check:
             return Ruling(tuple(Judgement(node, HEALTHY) for node in range(self._nodes)), skipped=True)
         mine = self._alone()
         self._post(f"alone/{self._me}", mine.as_json())
@@ -113,25 +119,32 @@ class Examination:
             if self._me == 0:
                 self._lead(number, patience)
             order = self._await(f"step/{number}", patience + _MARGIN_S)
-            if "ruling" in order:
-                return Ruling.from_json(order["ruling"])
-            self._take_part(number, order, mine)
+            try:
+                if "ruling" in order:
+                    return Ruling.from_json(order["ruling"])
+                groups = [tuple(map(int, group)) for group in order["groups"]]
+                devices = {int(node): int(count) for node, count in order["devices"].items()}
+                again = self._me in order["again"]
+            except ODD as error:
+                raise Interrupted(f"what node 0 said can't be read ({type(error).__name__}: {error})") from error
+            group = next((it for it in groups if self._me in it), None)
+            if group is not None:
+                self._take_part(number, group, devices, mine if again else None)
         raise Interrupted("the check did not come to an end")
 
     # -- node 0 -----------------------------------------------------------------------------------------------------
 
     def _anybody_new(self) -> bool:
-        heard = self._collect("hello", range(self._nodes), _GREET_S)
-        return not all(item["fit"] for item in heard.values()) or len(heard) < self._nodes
+        heard = self._collect("hello", range(self._nodes), _GREET_S, lambda it: bool(it["fit"]), lambda _: False)
+        return not all(heard.values()) or len(heard) < self._nodes
 
     def _lead(self, number: int, patience: float) -> None:
         """Hear what the last step brought, and say what comes next."""
         terms, again = self._terms, []
         if number == 1:
-            heard = self._collect("alone", range(self._nodes), patience)
-            self._told = {node: Alone.from_json(item) for node, item in heard.items()}
-            groups = first(sound(self._told, terms.wanted))
-            again = sorted(slow_alone(self._told, terms.wanted, fitting(self._told, terms.rule)))
+            self._told = self._collect("alone", range(self._nodes), patience, Alone.from_json, Alone)
+            groups = first(sound(self._told))
+            again = sorted(slow_alone(self._told, fitting(self._told, terms.rule)))
         else:
             self._hear_trials(number - 1, patience)
             groups = following(self._evidence(), number - 1)
@@ -140,37 +153,48 @@ class Examination:
             devices = {str(node): self._told[node].devices for group in groups for node in group}
             self._post(f"step/{number}", {"groups": groups, "again": again, "devices": devices})
             return
-        ruling = judge(self._nodes, self._told, self._evidence(), terms.wanted, number - 1)
+        ruling = judge(self._nodes, self._told, self._evidence(), number - 1)
         self._post(f"step/{number}", {"ruling": ruling.as_json()})
 
     def _evidence(self) -> Evidence:
         rule = fitting(self._told, self._terms.rule)
-        return Evidence(sound(self._told, self._terms.wanted), self._trials, self._vanished, rule)
+        return Evidence(sound(self._told), self._trials, self._vanished, rule)
 
     def _hear_trials(self, number: int, patience: float) -> None:
         members = [node for group in self._groups for node in group]
-        heard = self._collect(f"trial/{number}", members, patience)
+        heard = self._collect(f"trial/{number}", members, patience, _Tried.from_json, lambda odd: _Tried(why=odd))
         self._vanished |= set(members) - set(heard)
         for group in self._groups:
             said = [heard[node] for node in group if node in heard]
-            passed = len(said) == len(group) and all(item["passed"] for item in said)
-            words = tuple(heard[node]["why"] if node in heard else "" for node in group)
-            self._trials.append(Trial(group, passed, max((item["seconds"] for item in said), default=0.0), words))
+            passed = len(said) == len(group) and all(item.passed for item in said)
+            words = tuple(heard[node].why if node in heard else "" for node in group)
+            self._trials.append(Trial(group, passed, max((item.seconds for item in said), default=0.0), words))
         for node, item in heard.items():
-            if item.get("alone"):
-                self._told[node] = Alone.from_json(item["alone"])
+            if item.alone is not None:
+                self._told[node] = item.alone
 
-    def _collect(self, what: str, nodes: Sequence[int], patience: float) -> dict[int, dict[str, Any]]:
-        """Return what the nodes wrote; without those that are lost, or do not write in time."""
+    def _collect(
+        self,
+        what: str,
+        nodes: Sequence[int],
+        patience: float,
+        read: Callable[[Any], _Told],
+        odd: Callable[[str], _Told],
+    ) -> dict[int, _Told]:
+        """Return what the nodes wrote; without those that are lost, or do not write in time. What can't be ``read`` is that node's
+        own doing: ``odd`` makes something of it, in words."""
         deadline = time.monotonic() + patience
         reminder = Reminder(deadline)
-        found: dict[int, dict[str, Any]] = {}
+        found: dict[int, _Told] = {}
         missing = list(nodes)
         while missing and time.monotonic() < deadline:
             for node in list(missing):
                 text = self._board.peek(_key(f"{what}/{node}"))
                 if text is not None:
-                    found[node] = json.loads(text)
+                    try:
+                        found[node] = read(json.loads(text))
+                    except ODD:
+                        found[node] = odd(harmless(f"it told the others nonsense: {reprlib.repr(text)}"))
                     missing.remove(node)
             gone = set(self._board.lost_nodes())
             missing = [node for node in missing if node not in gone]
@@ -187,7 +211,13 @@ class Examination:
             self._crew.load()
             answers = self._crew.alone(self._terms.folder, self._terms.timeout) if self._crew.devices else []
         except Broken as broken:
-            return Alone(str(broken), self._crew.accelerator, self._crew.devices, ahead_s=self._ahead_s)
+            return Alone(
+                str(broken),
+                self._crew.accelerator,
+                self._crew.devices,
+                ahead_s=self._ahead_s,
+                wanted=self._terms.wanted,
+            )
         host = answers[0]["host"] if answers else {"figures": {}, "faults": (), "warnings": ()}
         worst = max(answers, key=lambda item: float(item["seconds"]), default={"seconds": 0.0, "rate": 0.0})
         return Alone(
@@ -202,24 +232,23 @@ class Examination:
             tuple(host["faults"]),
             tuple(host["warnings"]),
             self._ahead_s,
+            self._terms.wanted,
         )
 
-    def _take_part(self, number: int, order: Mapping[str, Any], mine: Alone) -> None:
-        group = next((tuple(it) for it in order["groups"] if self._me in it), None)
-        if group is None:
-            return
+    def _take_part(self, number: int, group: Group, devices: Mapping[int, int], again: Alone | None) -> None:
+        """Try the group; ``again`` is what our devices did alone, if they are to do it once more before."""
         result: dict[str, Any] = {"passed": False, "seconds": 0.0, "why": ""}
-        if self._me in order["again"]:
+        if again is not None:
             once_more = self._alone()
-            better = once_more if once_more.error or once_more.seconds < mine.seconds else mine
+            better = once_more if once_more.error or once_more.seconds < again.seconds else again
             result["alone"] = better.as_json()
         try:
-            result |= {"seconds": self._try_group(number, group, order["devices"]), "passed": True}
+            result |= {"seconds": self._try_group(number, group, devices), "passed": True}
         except Broken as broken:
             result["why"] = str(broken)
         self._post(f"trial/{number}/{self._me}", result)
 
-    def _try_group(self, number: int, group: Group, devices: Mapping[str, int]) -> float:
+    def _try_group(self, number: int, group: Group, devices: Mapping[int, int]) -> float:
         """Take part in the collective of our group; return what it took."""
         timeout = self._terms.timeout
         give_up = self._watch(number, group)
@@ -227,11 +256,15 @@ class Examination:
         if self._me == group[0]:
             port = self._crew.serve(timeout)
             self._post(f"meet/{number}/{self._me}", {"host": self._terms.address, "port": port})
-        place = self._find(f"meet/{number}/{group[0]}", timeout + LOAD_S, give_up)
-        before = sum(devices[str(node)] for node in group[: group.index(self._me)])
-        world = sum(devices[str(node)] for node in group)
+        found = self._find(f"meet/{number}/{group[0]}", timeout + LOAD_S, give_up)
+        try:
+            place = (str(found["host"]), int(found["port"]))
+        except ODD:
+            raise Broken(f"node {group[0]} said nonsense of where its store is: {reprlib.repr(found)}") from None
+        before = sum(devices[node] for node in group[: group.index(self._me)])
+        world = sum(devices[node] for node in group)
         answers = self._crew.gather(
-            (place["host"], place["port"]),
+            place,
             f"step-{number}",
             first=before,
             world=world,
@@ -253,7 +286,7 @@ class Examination:
             for node in others:
                 text = self._board.peek(_key(f"trial/{number}/{node}"))
                 gone = node in self._board.lost_nodes()
-                if gone or (text is not None and not json.loads(text)["passed"]):
+                if gone or (text is not None and not _passed(text)):
                     since[0] = since[0] or now
                     # Our own device may be about to say what is wrong.
                     return (
@@ -299,8 +332,11 @@ class Examination:
         while time.monotonic() < deadline:
             text = self._board.peek(_key(key))
             if text is not None:
-                found: dict[str, Any] = json.loads(text)
-                return found
+                try:
+                    found: Any = json.loads(text)
+                except ODD:
+                    found = None
+                return found if isinstance(found, dict) else {}  # which nobody can read, either
             look()
             reminder.say(whom)
             self._pause()
@@ -316,6 +352,28 @@ class Examination:
 
     def _pause(self) -> None:
         time.sleep(_LOOK_S + self._nodes * _PER_NODE_S)
+
+
+@dataclass(frozen=True)
+class _Tried:
+    """How a trial went, as one node of the group tells it. ``alone``: what its devices did alone meanwhile, if they did."""
+
+    passed: bool = False
+    seconds: float = 0.0
+    why: str = ""
+    alone: Alone | None = None
+
+    @classmethod
+    def from_json(cls, told: Mapping[str, Any]) -> _Tried:
+        alone = Alone.from_json(told["alone"]) if told.get("alone") else None
+        return cls(bool(told["passed"]), float(told["seconds"]), str(told["why"]), alone)
+
+
+def _passed(text: str) -> bool:
+    try:
+        return _Tried.from_json(json.loads(text)).passed
+    except ODD:
+        return False
 
 
 def _key(key: str) -> str:

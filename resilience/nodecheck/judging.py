@@ -18,6 +18,13 @@ from resilience.nodecheck import pairing
 from resilience.nodecheck.pairing import FAULTY, HEALTHY, STRAGGLER, UNDECIDED, VANISHED, Evidence, Rule
 
 _SHOWN = 32
+ODD = (
+    ValueError,
+    TypeError,
+    KeyError,
+    AttributeError,
+    RecursionError,
+)  # what reading another node's nonsense may raise
 CLOCK_S = 1.0  # clocks further apart than this are worth a word: they sign requests, and order logs
 
 
@@ -36,6 +43,7 @@ class Alone:
     faults: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     ahead_s: float = 0.0  # its clock less node 0's
+    wanted: int = 1  # devices that its own workers need: --nproc-per-node may differ between nodes
 
     def as_json(self) -> dict[str, Any]:
         """Return it as JSON takes it."""
@@ -43,8 +51,15 @@ class Alone:
 
     @classmethod
     def from_json(cls, told: Mapping[str, Any]) -> Alone:
-        """Read what :meth:`as_json` made."""
-        return cls(**{**told, "faults": tuple(told["faults"]), "warnings": tuple(told["warnings"])})
+        """Read what :meth:`as_json` made; raise one of ``ODD`` for anything else."""
+        found = cls(**{**told, "faults": tuple(told["faults"]), "warnings": tuple(told["warnings"])})
+        for name, usual in dataclasses.asdict(cls()).items():
+            value = getattr(found, name)
+            if not isinstance(value, (int, float) if isinstance(usual, float) else type(usual)):
+                raise ValueError(f"{name} is {value!r}")
+        if not all(isinstance(text, str) for text in (*found.faults, *found.warnings)):
+            raise ValueError("faults and warnings are texts")
+        return found
 
 
 @dataclass(frozen=True)
@@ -91,25 +106,25 @@ class Ruling:
         return self.those(FAULTY, STRAGGLER) if exclude_straggler else self.those(FAULTY)
 
 
-def own_fault(node: int, told: Mapping[int, Alone], wanted: int) -> str:
-    """Return what is wrong with a node by itself, or an empty string. ``wanted``: devices that its workers need."""
+def own_fault(node: int, told: Mapping[int, Alone]) -> str:
+    """Return what is wrong with a node by itself, or an empty string."""
     mine = told[node]
     if mine.error:
         return mine.error
     if mine.devices == 0:
         return f"it has no device of the kind {mine.accelerator!r}"
     shared = mine.host_only and mine.devices == 1  # any number of workers share the host's processors
-    if not shared and mine.devices < wanted:
-        return f"it has {mine.devices} devices of the kind {mine.accelerator!r}, its workers need {wanted}"
+    if not shared and mine.devices < mine.wanted:
+        return f"it has {mine.devices} devices of the kind {mine.accelerator!r}, its workers need {mine.wanted}"
     others = {it.accelerator for it in told.values() if it.devices and not it.host_only and not it.error}
     if mine.host_only and others:
         return f"no device was found, only the host's processors, where other nodes have {', '.join(sorted(others))}"
     return "; ".join(mine.faults)
 
 
-def sound(told: Mapping[int, Alone], wanted: int) -> list[int]:
+def sound(told: Mapping[int, Alone]) -> list[int]:
     """Return the nodes with nothing wrong by themselves: those that are tried together."""
-    return [node for node in sorted(told) if not own_fault(node, told, wanted)]
+    return [node for node in sorted(told) if not own_fault(node, told)]
 
 
 def fitting(told: Mapping[int, Alone], rule: Rule) -> Rule:
@@ -118,16 +133,16 @@ def fitting(told: Mapping[int, Alone], rule: Rule) -> Rule:
     return rule if hosts_only else dataclasses.replace(rule, floor=pairing.DEVICE_FLOOR)
 
 
-def slow_alone(told: Mapping[int, Alone], wanted: int, rule: Rule) -> frozenset[int]:
+def slow_alone(told: Mapping[int, Alone], rule: Rule) -> frozenset[int]:
     """Return the nodes whose devices take much longer than the others'. They try once more before they are judged."""
-    return pairing.slow_ones({node: told[node].seconds for node in sound(told, wanted)}, rule)
+    return pairing.slow_ones({node: told[node].seconds for node in sound(told)}, rule)
 
 
-def judge(nodes: int, told: Mapping[int, Alone], evidence: Evidence, wanted: int, rounds: int) -> Ruling:
+def judge(nodes: int, told: Mapping[int, Alone], evidence: Evidence, rounds: int) -> Ruling:
     """Judge all nodes. ``told`` lacks those that vanished before they said a word."""
     by_trials = pairing.standing(evidence)
-    slow = slow_alone(told, wanted, evidence.rule)
-    median = pairing.typical(told[node].seconds for node in sound(told, wanted))
+    slow = slow_alone(told, evidence.rule)
+    median = pairing.typical(told[node].seconds for node in sound(told))
     clock = statistics.median(it.ahead_s for it in told.values()) if told else 0.0
     found = []
     for node in range(nodes):
@@ -135,7 +150,7 @@ def judge(nodes: int, told: Mapping[int, Alone], evidence: Evidence, wanted: int
             found.append(Judgement(node, VANISHED, "it was gone before the check was over"))
             continue
         mine = told[node]
-        fault = own_fault(node, told, wanted)
+        fault = own_fault(node, told)
         state, why = (FAULTY, fault) if fault else _by_trials(node, by_trials.get(node, HEALTHY), evidence)
         if state == HEALTHY and node in slow and median:
             state = STRAGGLER
@@ -144,7 +159,7 @@ def judge(nodes: int, told: Mapping[int, Alone], evidence: Evidence, wanted: int
             why = _slow_network(evidence, node)
         found.append(_judgement(Judgement(node, state, why), mine, evidence.seconds(node), mine.ahead_s - clock))
     undecided = [item.node for item in found if item.state == UNDECIDED]
-    all_alone = nodes > 1 and bool(told) and not sound(told, wanted)
+    all_alone = nodes > 1 and bool(told) and not sound(told)
     note = pairing.cannot_tell(nodes, undecided) if undecided or any(item.state == HEALTHY for item in found) else ""
     if all_alone:
         note = "every node fails by itself: look at the check and at what they have in common; none is marked"

@@ -1,6 +1,7 @@
 """A check process: holds one device, does one task after the other, says what came of it.
 
-1) (launcher) starts ``python -m resilience.nodecheck.process ACCELERATOR INDEX FD``
+1) (launcher) starts ``python -m resilience.nodecheck.process ACCELERATOR INDEX FD LAUNCHER``; it forks, and the parent only sees
+   that nothing is left behind, of what an accelerator's tools start neither (:func:`resilience.kin.stand_guard`)
 2) (process)  loads the accelerator, says ``{"accelerator": …, "devices": …}``, or ``{"refused": …}`` for one that can't be meant
 3) (process)  imports what the tasks need, while the launcher does other things, and says ``{"ready": true}``
 4) (launcher) asks ``alone``, ``serve`` and ``gather``, one JSON object per line; (process) answers each with one
@@ -11,26 +12,24 @@ from the silence, and ends this process.
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import importlib
 import json
 import operator
 import os
 import reprlib
-import signal
 import socket
 import sys
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, SupportsIndex
 
+from resilience import kin
 from resilience.errors import ConfigError
 from resilience.nodecheck import host, tasks
 from resilience.nodecheck.accelerators import Accelerator, load
 
 Message = dict[str, Any]
-_PR_SET_PDEATHSIG = 1
 _LONGEST = 2000
 MOST_DEVICES = 1024
 
@@ -111,8 +110,6 @@ def counted(accelerator: Accelerator) -> int:
 
 def main(name: str, index: int, fd: int) -> None:
     """Serve one launcher until it is gone."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
     with socket.socket(fileno=fd) as sock, sock.makefile("rwb") as line:
 
         def say(message: Message) -> None:
@@ -129,7 +126,7 @@ def main(name: str, index: int, fd: int) -> None:
             return say({"refused": in_words(error)})
         except Exception as error:  # noqa: BLE001 - a plugin's boundary: what it raises is what is to be told
             return say({"error": in_words(error)})
-        say({"accelerator": accelerator.name, "type": accelerator.type, "devices": devices})
+        say({"accelerator": accelerator.name, "type": accelerator.type, "devices": devices, "pid": os.getpid()})
         try:
             importlib.import_module("torch.distributed")
         except Exception as error:  # noqa: BLE001 - a broken installation may raise anything
@@ -145,6 +142,12 @@ def main(name: str, index: int, fd: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+    kin.stand_guard(int(sys.argv[4]), int(sys.argv[3]))  # before anything is imported that has threads
+    ended = 0
+    try:
+        main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+    except SystemExit as asked:  # by an accelerator: its code is what is to be told
+        sys.stderr.write(f"it asked for its end: sys.exit({asked.code!r})\n")
+        ended = asked.code & 255 if isinstance(asked.code, int) else int(asked.code is not None)
     sys.stderr.flush()
-    os._exit(0)  # a broken process group would wait for its peers
+    os._exit(ended)  # a broken process group would wait for its peers

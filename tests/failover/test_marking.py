@@ -44,6 +44,13 @@ def test_torn_line_costs_nothing_but_itself(tmp_path: Path) -> None:
     assert [json.loads(line) for line in path.read_text().splitlines()[1:]] == [dataclasses.asdict(FAULT)]
 
 
+def test_line_with_brackets_without_end_costs_nothing_but_itself(tmp_path: Path) -> None:
+    path = tmp_path / "faults.jsonl"
+    path.write_text("[" * 100_000 + "\n")
+    FileMonitor(str(path)).mark(FAULT)
+    assert json.loads(path.read_text().splitlines()[1]) == dataclasses.asdict(FAULT)
+
+
 def test_launchers_that_share_a_file_lose_no_line(tmp_path: Path) -> None:
     path = tmp_path / "faults.jsonl"
     faults = [dataclasses.replace(FAULT, node=f"gpu-{number}") for number in range(20)]
@@ -120,7 +127,7 @@ def test_monitor_that_can_not_be_meant_is_refused(spec: str, words: str) -> None
 # -- the marker
 
 MONITOR = """
-import os, time, json
+import os, sys, time, json
 from pathlib import Path
 from resilience.failover.error_monitor import ErrorMonitor
 HERE = Path(__file__).parent
@@ -138,6 +145,12 @@ class Fickle(ErrorMonitor):
             raise ConnectionError("the API server does not answer")
         if step == "die":
             os._exit(9)
+        if step == "leave":
+            os._exit(0)
+        if step == "exit":
+            sys.exit(0)
+        if step == "loud":
+            raise ConnectionError("no " * 10000)
         if step == "hang":
             (HERE / "pid").write_text(str(os.getpid()))
             time.sleep(1000)
@@ -154,7 +167,7 @@ def fickle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.spawns
-@pytest.mark.parametrize("plan", ["mark", "fail die mark", "hang mark"])
+@pytest.mark.parametrize("plan", ["mark", "fail die mark", "hang mark", "leave exit mark"])
 def test_mark_that_fails_is_tried_again_and_telling_never_waits(fickle: Path, plan: str) -> None:
     (fickle / "plan").write_text(plan)
     marker = Marker("fickle::Fickle", timeout=3.0 if "hang" in plan else 30.0)
@@ -179,9 +192,24 @@ def test_what_could_not_be_marked_is_said_at_the_end_with_what_to_do(
     wait_for((fickle / "pid").exists, "the attempt")
     marker.close()
     assert "node gpu-07 is NOT marked as faulty (DriverError)" in caplog.text
+    assert "its first attempt has not come to an end" in caplog.text or "it did not mark within 4 s" in caplog.text
     assert "Take it out of scheduling by hand" in caplog.text
     pid = int((fickle / "pid").read_text())
     wait_for(lambda: not Path(f"/proc/{pid}").exists(), "the end of the attempt")
+
+
+@pytest.mark.spawns
+def test_what_a_monitor_says_at_great_length_is_cut(
+    fickle: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("resilience"), "propagate", True)
+    (fickle / "plan").write_text("loud mark")
+    marker = Marker("fickle::Fickle", timeout=30.0)
+    marker.tell(FAULT)
+    wait_for((fickle / "marked").exists, "the mark")
+    marker.close()
+    assert "could not be marked as faulty: ConnectionError: no no" in caplog.text
+    assert max(map(len, caplog.messages)) < 2000
 
 
 @pytest.mark.spawns

@@ -22,12 +22,15 @@ from resilience.failover.sentence import (
     WAIT,
     Scene,
     Sentence,
+    broken_devices,
     interrupted,
     on_request,
     preempted,
     pronounce,
+    stranded,
     together,
     waits,
+    with_broken,
 )
 from resilience.failover.strategy import FailoverStrategy as Strategy
 
@@ -89,6 +92,56 @@ def test_hardware_code_of_a_worker_is_not_the_exit_code_of_nodes_that_stay(strat
 
 def test_node_that_leaves_is_named_with_its_host() -> None:
     assert "node 2 (gpu-07) leaves the job" in pronounce(Decision(Strategy.NODE_FAILOVER, "x"), SCENE).detail
+
+
+BROKEN = {1: ("gpu-06", 201), 2: ("gpu-07", 14)}
+
+
+def test_every_node_with_a_broken_device_leaves_with_its_own_code() -> None:
+    chosen = pronounce(Decision(Strategy.NODE_FAILOVER, "broken"), scene(exit_code=14))
+    done = with_broken(chosen, BROKEN)
+    assert (done.action, done.leaver, done.exit_code, done.also) == (NODE, 2, 14, (1,))
+    assert done.codes == {"1": 201, "2": 14}
+    assert "node 1 (gpu-06) leaves the job with exit code 201, driver error" in done.detail
+
+
+def test_nodes_with_broken_devices_leave_whoever_is_to_blame_and_the_restart_of_the_others_counts() -> None:
+    done = with_broken(pronounce(Decision(Strategy.NORMAL_FAILOVER, "x"), scene(node=0)), BROKEN)
+    assert (done.action, done.leaver, done.exit_code, done.also, done.counts) == (NODE, 1, 201, (2,), True)
+
+
+@pytest.mark.parametrize(
+    "decision",
+    [
+        Decision(Strategy.GLOBAL_FAILOVER, "asked for"),
+        Decision(Strategy.ABORTION_FAILOVER, "asked for"),
+        Decision(Strategy.NORMAL_FAILOVER, "spent", restart=False),
+    ],
+)
+def test_broken_devices_are_only_noted_where_nobody_leaves(decision: Decision) -> None:
+    chosen = pronounce(decision, SCENE)
+    done = with_broken(chosen, BROKEN)
+    assert (done.action, done.leaver, done.also) == (chosen.action, None, ())
+    assert done.codes == {"1": 201, "2": 14}
+
+
+def test_code_of_a_broken_device_is_that_of_the_exit_before_that_of_the_error() -> None:
+    told: dict[int, list[dict[str, Any]]] = {
+        0: [{"exit_code": 1, "error_code": None}, {"exit_code": 1, "error_code": 202}],
+        1: [{"exit_code": -9, "error_code": 202}, {"exit_code": 201, "error_code": None}],
+        2: [{"exit_code": 1}],
+        3: [],
+    }
+    assert broken_devices(told) == {0: 202, 1: 201}
+
+
+def test_node_that_leaves_a_static_rendezvous_takes_the_others_along_and_it_is_said() -> None:
+    done = stranded(pronounce(Decision(Strategy.NODE_FAILOVER, "broken"), scene(exit_code=201, fixed=True)))
+    assert (done.action, done.leaver, done.exit_code, done.strands) == (NODE, 2, 201, True)
+    assert "the other nodes end with exit code 75" in done.detail
+    assert "go on without it or wait" not in done.detail
+    restart = pronounce(Decision(Strategy.NORMAL_FAILOVER, "x"), SCENE)
+    assert stranded(restart) == restart
 
 
 def test_restart_says_how_many_of_the_restarts_are_used() -> None:

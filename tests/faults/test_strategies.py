@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.jobs import WORKLOADS, Fleet, Job, children, command_line, fleet, wait_for
+from tests.jobs import WORKLOADS, Fleet, Job, children, command_line, fleet, stopped, wait_for
 
 pytestmark = pytest.mark.spawns
 SCRIPT = [str(WORKLOADS / "fleet.py"), "100000"]
@@ -52,6 +53,22 @@ def test_normal_restarts_the_workers_of_all_nodes_in_place(tmp_path: Path) -> No
         assert launchers == [node.pid for node in it.nodes]
         for node in it.nodes:
             node.assert_nothing_left()
+
+
+def test_nodes_whose_devices_break_at_once_all_leave_with_their_own_codes_and_are_marked(tmp_path: Path) -> None:
+    marks = tmp_path / "faults.jsonl"
+    with training(tmp_path, 3, "3", "--max-restarts=3", f"--ft-error-monitor=file:{marks}") as it:
+        with (
+            stopped(it.nodes[1].pid),
+            stopped(it.nodes[2].pid),
+        ):  # both launchers find a dead worker when they look again
+            for node, code in ((1, 201), (2, 14)):
+                it.nodes[node].order(f"exit {code}")
+                it.nodes[node].await_note(it.nodes[node].rank(), "obeys-exit")
+        assert [node.wait() for node in it.nodes[1:]] == [201, 14], it.logs()
+        assert it.nodes[0].report(0)["action"] == "node"
+    told = [json.loads(line) for line in marks.read_text().splitlines()]
+    assert sorted((fault["node"], fault["code"]) for fault in told) == [("n1", 201), ("n2", 14)]
 
 
 @pytest.mark.parametrize(

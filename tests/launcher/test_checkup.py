@@ -11,14 +11,15 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from resilience.errors import ConfigError
 from resilience.failover.error_monitor import from_message
-from resilience.launcher.checkup import StoreBoard, join, main
-from tests.jobs import alive, children, free_port, wait_for
+from resilience.launcher.boards import StoreBoard, TimedStore, join
+from resilience.launcher.checkup import main
+from resilience.nodecheck.exchange import Interrupted
+from tests.jobs import alive, children, free_port, stopped, wait_for
 
 torch = pytest.importorskip("torch")
 SILENCE_S = 1.0
@@ -40,7 +41,7 @@ def nodecheck(*flags: str, ailment: str, log: Path = Path(os.devnull)) -> subpro
 
 def party(nodes: int) -> list[StoreBoard]:
     """Boards of nodes that came together in one store."""
-    store: Any = torch.distributed.HashStore()
+    store = TimedStore(torch.distributed.HashStore())
     with ThreadPoolExecutor(nodes) as pool:
         joining = [pool.submit(join, store, me, f"host-{me}", nodes, SILENCE_S) for me in range(nodes)]
         found = [it.result() for it in joining]
@@ -61,11 +62,21 @@ def test_node_that_goes_is_lost_to_all_others_and_those_that_stay_are_not() -> N
 
 
 @pytest.mark.parametrize(
-    ("flag", "words"), [("--nproc-per-node=-1", "at least 1"), ("--ft-straggler-factor=0.1", "greater than 1")]
+    ("flags", "words"),
+    [
+        ("--nproc-per-node=-1", "at least 1"),
+        ("--ft-straggler-factor=0.1", "greater than 1"),
+        *((f"--nnodes={word}", "give a number from 1 on, or MIN:MAX") for word in ("0", "-1", "x", "3:2", ":", "1:x")),
+        ("--nnodes=2 --rdzv-endpoint=127.0.0.1:99999", "port"),
+        *(
+            (f"--nnodes=2 --rdzv-endpoint=127.0.0.1:1 --rdzv-conf={conf}", "rdzv-conf")
+            for conf in ("join_timeout=abc", "join_timeout", "join_timeout=-5", "is_host=perhaps", "=3")
+        ),
+    ],
 )
-def test_number_that_can_not_be_meant_is_refused(flag: str, words: str) -> None:
+def test_flag_that_can_not_be_meant_is_refused(flags: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        main([flag])
+        main(flags.split())
 
 
 def test_help_lists_the_settings_that_matter_here_and_others_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -153,3 +164,76 @@ def test_node_that_is_killed_during_the_check_costs_the_other_its_silence_and_no
     said = log.read_text()
     assert "goes has been silent for 3 s" in said or "vanished" in said, said
     assert code in (0, 75), said
+
+
+def pair(*flags: str) -> list[str]:
+    """The flags of two nodes on this host; the first serves the store."""
+    return ["--nnodes=2", f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--local-addr=127.0.0.1", *flags]
+
+
+@pytest.mark.spawns
+def test_node_ends_when_the_store_it_checks_in_stands_still_and_nothing_of_its_check_is_left(tmp_path: Path) -> None:
+    flags, log = pair("--ft-store-silence-timeout=2"), tmp_path / "log"
+    with (
+        nodecheck(*flags, "--rdzv-conf=is_host=1", ailment="hangs") as serves,
+        nodecheck(*flags, "--rdzv-conf=is_host=0", ailment="hangs", log=log) as node,
+    ):
+        try:
+            wait_for(lambda: "2 nodes have come together" in log.read_text(), "the nodes to come together")
+            (check,) = children(node.pid)
+            with stopped(serves.pid):
+                code = node.wait(60)
+        finally:
+            serves.kill()
+            node.kill()
+    said = log.read_text()
+    assert code == 75, said
+    assert "has not answered for 2 s" in said
+    assert "Traceback" not in said
+    assert not alive(check)
+
+
+@pytest.mark.spawns
+def test_node_that_is_killed_before_its_first_word_is_named(tmp_path: Path) -> None:
+    flags, log = pair("--ft-node-silence-timeout=2"), tmp_path / "log"
+    dies = "import os, signal, sys\nfrom resilience.launcher import checkup\n"
+    dies += "checkup.join = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)\ncheckup.main(sys.argv[1:])\n"
+    victim = [sys.executable, "-c", dies, PATIENT, *flags, "--rdzv-conf=is_host=0", "--ft-node-name=goes"]
+    with nodecheck(*flags, "--rdzv-conf=is_host=1", ailment="", log=log) as stays:
+        try:
+            gone = subprocess.run(victim, env=ENV, stderr=subprocess.DEVNULL, timeout=60, check=False)
+            assert gone.returncode == -signal.SIGKILL
+            code = stays.wait(60)
+        finally:
+            stays.kill()
+    said = log.read_text()
+    assert code == 75, said
+    assert "(goes) came and said no word within 2 s" in said
+    assert "Traceback" not in said
+
+
+def test_of_many_mute_nodes_the_first_are_named() -> None:
+    store = TimedStore(torch.distributed.HashStore())
+    with pytest.raises(Interrupted, match=r"node 1 \(a\), node 2 \(without a name\), .* and 2 more came"):
+        join(store, 0, "host-0", 11, 0.1, known={1: "a"})
+
+
+@pytest.mark.long
+@pytest.mark.spawns
+def test_store_that_ends_during_the_check_is_said_in_words_and_not_in_frames_of_cpp(tmp_path: Path) -> None:
+    flags, log = pair(), tmp_path / "log"
+    with (
+        nodecheck(*flags, "--rdzv-conf=is_host=1", ailment="hangs") as serves,
+        nodecheck(*flags, "--rdzv-conf=is_host=0", ailment="", log=log) as node,
+    ):
+        try:
+            wait_for(lambda: "2 nodes have come together" in log.read_text(), "the nodes to come together")
+            serves.kill()
+            code = node.wait(90)
+        finally:
+            serves.kill()
+            node.kill()
+    said = log.read_text()
+    assert code == 75, said
+    assert f"the store at {flags[1].partition('=')[2]} is gone" in said
+    assert "frame #" not in said

@@ -5,8 +5,11 @@ What ails one is in the variable AILMENT, or in the file that AILMENT_FILE names
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -63,6 +66,34 @@ class TwoDevices(Patient):
         if index == 1 and ailment() == "second":
             os.kill(os.getpid(), signal.SIGSEGV)
         return super().use(index)
+
+
+class WithHelpers(Patient):
+    """Its tools are processes, one in a session of its own. They hang; their ids are in the file HELPERS."""
+
+    def count(self) -> int:
+        started = [subprocess.Popen(["sleep", "1000"], start_new_session=own).pid for own in (True, False)]
+        partial = Path(os.environ["HELPERS"] + ".partial")
+        partial.write_text(" ".join(map(str, started)))
+        partial.rename(os.environ["HELPERS"])
+        return 1
+
+
+class Talkative(Patient):
+    """Writes what SAYS is into whatever it finds open, the line to the launcher included."""
+
+    def count(self) -> int:
+        for fd in range(3, 64):
+            with contextlib.suppress(OSError):
+                os.write(fd, os.environ["SAYS"].encode() + b"\n")
+        return 1
+
+
+class Leaver(Patient):
+    """Has enough."""
+
+    def use(self, index: int) -> Any:
+        sys.exit(3)
 
 
 class NoDevice(Patient):

@@ -14,7 +14,7 @@ import pytest
 
 from resilience.errors import ConfigError
 from resilience.nodecheck import crew as crew_module
-from resilience.nodecheck.crew import Broken, Crew, titles
+from resilience.nodecheck.crew import Broken, Crew, Shape, fits, titles
 from resilience.nodecheck.process import counted
 from resilience.nodecheck.tasks import WrongResult
 from tests.jobs import alive
@@ -176,3 +176,27 @@ def test_accelerator_that_crashes_while_it_loads_is_broken_and_not_refused() -> 
         crew(PATIENT, AILMENT="does not load"),
     ):
         pass
+
+
+@pytest.mark.parametrize(
+    "says", ['{"accelerator": 3}', "[]", '{"accelerator": "a", "type": "b", "devices": "c", "pid": 1}']
+)
+def test_answer_of_another_shape_is_told_in_words(says: str) -> None:
+    with (
+        pytest.raises(Broken, match="loading the accelerator: it said"),
+        crew("tests.nodecheck.patients::Talkative", SAYS=says),
+    ):
+        pass
+
+
+def test_answers_are_taken_by_their_shape() -> None:
+    shape: Shape = {"seconds": float, "host": {"faults": list}}
+    assert fits({"seconds": 1, "host": {"faults": []}, "more": 1}, shape)
+    assert not fits({"seconds": 1.0, "host": {"faults": "none"}}, shape)
+    assert not fits({"seconds": 1.0, "host": []}, shape)
+    assert not fits(None, shape)
+
+
+def test_accelerator_that_ends_its_process_is_told_with_its_code(tmp_path: Path) -> None:
+    with crew("tests.nodecheck.patients::Leaver") as it, pytest.raises(Broken, match=r"exit code 3; .*sys.exit\(3\)"):
+        it.alone(str(tmp_path), 60)

@@ -56,6 +56,7 @@ class Script:
     hangs_for: float = 0.0
     later: float = 0.0  # its GEMM when it tries again, if another
     devices: int = 1
+    wanted: int = 1
     real_devices: bool = False  # and not the host's processors
     log: list[str] = field(default_factory=list)
 
@@ -95,7 +96,8 @@ class Actor:
         if self.script.cut_off:
             raise Broken(self.script.says)
         key = f"group/{tag}/{address[0]}"
-        self.board.keys[f"{key}/{first}"] = str(self.script.gathers_in)
+        for rank in range(first, first + self.devices):
+            self.board.keys[f"{key}/{rank}"] = str(self.script.gathers_in)
         while True:  # until everybody is there, as a collective
             there = [text for name, text in list(self.board.keys.items()) if name.startswith(f"{key}/")]
             if len(there) == world:
@@ -111,14 +113,16 @@ class Actor:
             raise Gone
 
 
-def check(*scripts: Script, fit: tuple[bool, ...] = ()) -> tuple[list[Ruling | Exception], Shared]:
+def check(
+    *scripts: Script, fit: tuple[bool, ...] = (), board: Shared | None = None
+) -> tuple[list[Ruling | Exception], Shared]:
     """Have all nodes check each other; return what each of them has in the end."""
-    board = Shared()
+    board = board or Shared()
     results: list[Any] = [None] * len(scripts)
 
     def node(me: int) -> None:
         crew = cast(Crew, Actor(scripts[me], me, board))
-        terms = Terms(TERMS.folder, f"here-{me}", 1, TERMS.timeout)
+        terms = Terms(TERMS.folder, f"here-{me}", scripts[me].wanted, TERMS.timeout)
         try:
             results[me] = Examination(board, me, NAMES[: len(scripts)], crew=crew, terms=terms).run(
                 bool(fit and fit[me])
@@ -148,6 +152,12 @@ def test_healthy_nodes_all_read_the_same_ruling(count: int) -> None:
     results, _ = check(*(Script() for _ in range(count)))
     assert len(results) == count
     assert states(results) == [HEALTHY] * count
+
+
+@pytest.mark.parametrize("first", [1, 4])
+def test_nodes_with_different_numbers_of_workers_are_all_healthy(first: int) -> None:
+    results, _ = check(*(Script(devices=count, wanted=count, real_devices=True) for count in (first, 2, 1)))
+    assert states(results) == [HEALTHY] * 3
 
 
 @pytest.mark.parametrize("bad", [0, 2])
@@ -246,3 +256,34 @@ def test_board_holds_plain_json() -> None:
     told = {key: text for key, text in board.keys.items() if key.startswith("nodecheck/")}
     assert {key.split("/")[1] for key in told} == {"hello", "start", "alone", "step", "meet", "trial"}
     assert all(isinstance(json.loads(text), dict) for text in told.values())
+
+
+class Garbling(Shared):
+    """A board on which one word is nonsense."""
+
+    def __init__(self, key: str, nonsense: str) -> None:
+        super().__init__()
+        self.key, self.nonsense = key, nonsense
+
+    def post(self, key: str, text: str) -> None:
+        super().post(key, self.nonsense if key == self.key else text)
+
+
+GARBLED = ["", "{", "[]", "null", "3", "{}", '{"seconds": "many"}', "[" * 100_000]
+
+
+@pytest.mark.parametrize("text", GARBLED)
+@pytest.mark.parametrize("what", ["hello", "alone"])
+def test_node_that_writes_nonsense_is_faulty_and_costs_the_others_nothing(what: str, text: str) -> None:
+    results, _ = check(Script(), Script(), Script(), board=Garbling(f"nodecheck/{what}/2", text))
+    assert states(results) == [HEALTHY, HEALTHY, FAULTY if what == "alone" else HEALTHY]
+    if what == "alone":
+        assert "it told the others nonsense" in as_table(next(it for it in results if isinstance(it, Ruling)), NAMES)
+
+
+@pytest.mark.parametrize("text", GARBLED)
+@pytest.mark.parametrize("key", ["start", "step/1"])
+def test_nonsense_of_node_0_interrupts_the_others(key: str, text: str) -> None:
+    results, _ = check(Script(), Script(), board=Garbling(f"nodecheck/{key}", text))
+    assert all(isinstance(it, Interrupted) for it in results), results
+    assert "what node 0 said can't be read" in str(results[1])

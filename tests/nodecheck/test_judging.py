@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
@@ -9,12 +10,12 @@ import pytest
 from resilience.nodecheck.judging import Alone, Ruling, as_table, judge, own_fault, slow_alone, sound
 from resilience.nodecheck.pairing import FAULTY, HEALTHY, STRAGGLER, UNDECIDED, USUAL, VANISHED, Evidence, Trial
 
-FINE = Alone("", "nvidia", 8, False, "8 × H100", 0.1, 400.0)
+FINE = Alone("", "nvidia", 8, False, "8 × H100", 0.1, 400.0, wanted=8)
 GOOD = [Trial((0, 1), True, 0.2), Trial((2, 3), True, 0.2)]
 
 
-def ruling(told: dict[int, Alone], trials: list[Trial] = GOOD, nodes: int = 4, wanted: int = 8) -> Ruling:
-    return judge(nodes, told, Evidence(sound(told, wanted), trials), wanted, 1)
+def ruling(told: dict[int, Alone], trials: list[Trial] = GOOD, nodes: int = 4) -> Ruling:
+    return judge(nodes, told, Evidence(sound(told), trials), 1)
 
 
 def four(**changes: Alone) -> dict[int, Alone]:
@@ -26,7 +27,7 @@ def four(**changes: Alone) -> dict[int, Alone]:
     [
         (Alone("the GEMM did not end within 60 s"), "did not end"),
         (Alone("", "nvidia", 0), "no device of the kind 'nvidia'"),
-        (Alone("", "nvidia", 7, seconds=0.1), "it has 7 devices of the kind 'nvidia', its workers need 8"),
+        (Alone("", "nvidia", 7, seconds=0.1, wanted=8), "it has 7 devices of the kind 'nvidia', its workers need 8"),
         (Alone("", "cpu", 1, True, "cpu", 0.1), "where other nodes have nvidia"),
         (Alone("", "nvidia", 8, seconds=0.1, faults=("the disk is full",)), "the disk is full"),
     ],
@@ -39,14 +40,24 @@ def test_what_is_wrong_with_a_node_by_itself_makes_it_faulty(told: Alone, words:
 
 
 def test_accelerator_of_ones_own_on_the_hosts_processors_that_counts_devices_must_have_enough() -> None:
-    told = {0: Alone("", "xxxx", 2, host_only=True, seconds=0.1)}
-    assert own_fault(0, told, wanted=3) == "it has 2 devices of the kind 'xxxx', its workers need 3"
-    assert own_fault(0, told, wanted=2) == ""
+    told = {0: Alone("", "xxxx", 2, host_only=True, seconds=0.1, wanted=3)}
+    assert own_fault(0, told) == "it has 2 devices of the kind 'xxxx', its workers need 3"
+    assert own_fault(0, {0: dataclasses.replace(told[0], wanted=2)}) == ""
 
 
 def test_workers_without_devices_need_none() -> None:
-    told = {0: Alone("", "cpu", 1, True, "cpu", 0.1)}
-    assert own_fault(0, told, wanted=8) == ""
+    told = {0: Alone("", "cpu", 1, True, "cpu", 0.1, wanted=8)}
+    assert own_fault(0, told) == ""
+
+
+def test_each_node_is_measured_by_what_its_own_workers_need() -> None:
+    two_of_two = Alone("", "nvidia", 2, seconds=0.1, wanted=2)
+    two_of_three = Alone("", "nvidia", 2, seconds=0.1, wanted=3)
+    assert [own_fault(node, {0: FINE, 1: two_of_two, 2: two_of_three}) for node in range(3)] == [
+        "",
+        "",
+        "it has 2 devices of the kind 'nvidia', its workers need 3",
+    ]
 
 
 def test_where_every_node_fails_by_itself_nobody_is_marked() -> None:
@@ -63,7 +74,7 @@ def test_lone_node_that_fails_is_marked() -> None:
 def test_node_with_a_slow_gemm_is_a_straggler_with_the_figures() -> None:
     slow = Alone("", "nvidia", 8, False, "8 × H100", 0.31, 130.0)
     told = four(n1=slow)
-    assert slow_alone(told, 8, USUAL) == {1}
+    assert slow_alone(told, USUAL) == {1}
     found = ruling(told)
     assert found.judgements[1].state == STRAGGLER
     assert found.judgements[1].why == "its GEMM takes 0.31 s, 3.1 times the median of 0.1 s"

@@ -5,10 +5,13 @@ from __future__ import annotations
 import queue
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
 import pytest
 from resilience.integrations.kubernetes import events
-from resilience.integrations.kubernetes.api import Api, Conflict, Forbidden, NotFound, Unreachable
+from resilience.integrations.kubernetes.api import Api, Conflict, Forbidden, KubernetesError, NotFound, Unreachable
 from resilience.integrations.kubernetes.manifests import NAMESPACE, manifests
 from resilience.integrations.kubernetes.parts import ADDED, DELETED, MODIFIED, NODES, PODS, Kind
 from resilience.integrations.kubernetes.watching import LISTED, Change, Watcher
@@ -147,6 +150,19 @@ def test_token_that_nobody_knows_is_said_to_be_unknown(api_server: ApiServer) ->
         Api(client).list_all(NODES)
 
 
+@pytest.mark.parametrize("name", ["../pods", "a/b", "..", "a%2fb", "a\nb"])
+def test_name_that_can_not_be_one_never_becomes_part_of_an_address(api: Api, name: str) -> None:
+    with pytest.raises(KubernetesError, match="is no name of anything"):
+        api.get(NODES, name)
+    with pytest.raises(KubernetesError, match="is no name of anything"):
+        api.list_all(PODS, name)
+
+
+def test_nothing_has_no_name(api: Api) -> None:
+    with pytest.raises(NotFound, match="without a name"):
+        api.get(NODES, "")
+
+
 # -- watching ---------------------------------------------------------------------------------------------------------
 
 
@@ -207,6 +223,59 @@ def test_watch_that_broke_goes_on_where_it_was(cluster: Cluster, forwarder: Forw
         seen.wait(DELETED, "first")
         seen.wait(ADDED, "second")
         assert seen.all.count((LISTED, "")) == 1, "nothing was forgotten, so nothing is listed again"
+
+
+def in_a_pod(server: ApiServer, token: Path, url: str) -> Api:
+    """The API server as a pod's service account sees it, whose token is read from its file before each call."""
+    from kubernetes.client import ApiClient, Configuration
+    from kubernetes.config.incluster_config import InClusterConfigLoader
+
+    host, _, port = url.removeprefix("https://").rpartition(":")
+    environ = {"KUBERNETES_SERVICE_HOST": host, "KUBERNETES_SERVICE_PORT": port}
+    loader = InClusterConfigLoader(str(token), str(server.authority), environ=environ)
+    loader._token_refresh_period = timedelta(0)  # a minute in a pod
+    configuration = Configuration()
+    loader.load_and_set(configuration)
+    return Api(ApiClient(configuration))
+
+
+@pytest.mark.parametrize("how", ["empty", "missing"])
+def test_token_file_that_can_not_be_read_for_a_moment_ends_no_watch(
+    cluster: Cluster, forwarder: Forwarder, tmp_path: Path, caplog: pytest.LogCaptureFixture, how: str
+) -> None:
+    token = tmp_path / "token"
+    token.write_text(cluster.server.token)
+    with watching(in_a_pod(cluster.server, token, forwarder.url), cluster) as seen:
+        token.unlink()
+        if how == "empty":
+            token.touch()
+        forwarder.cut()
+        forwarder.mend()
+        wait_for(lambda: "the credentials for" in caplog.text, "the watcher to miss its token")
+        cluster.pod("later")
+        token.write_text(cluster.server.token)
+        seen.wait(ADDED, "later")
+
+
+class OddOnce(Api):
+    """Stumbles over itself in its first call."""
+
+    stumbled = False
+
+    def list_all(self, kind: Kind, namespace: str = "") -> tuple[list[dict[str, Any]], str]:
+        if not self.stumbled:
+            self.stumbled = True
+            raise TypeError("nobody has thought of this")
+        return super().list_all(kind, namespace)
+
+
+def test_watcher_goes_on_after_an_error_that_nobody_has_thought_of(
+    cluster: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    cluster.pod("there")
+    with watching(OddOnce(cluster.server.client()), cluster) as seen:
+        seen.wait(ADDED, "there")
+    assert "nobody has thought of this" in caplog.text
 
 
 def test_what_changed_while_the_server_was_started_again_and_forgot_is_told_deletions_too(

@@ -193,6 +193,31 @@ def test_parts_are_told_whether_this_replica_leads(cluster: Cluster) -> None:
 # -- what needs no server ---------------------------------------------------------------------------------------------
 
 
+class Leaves(Api):
+    """Takes its thread along, as nothing should."""
+
+    def __init__(self) -> None:
+        pass
+
+    def list_all(self, kind: Kind, namespace: str = "") -> tuple[list[dict[str, Any]], str]:
+        raise SystemExit
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_controller_is_not_well_when_one_of_its_watchers_is_gone() -> None:
+    api, stop = Leaves(), threading.Event()
+    made = controller.Controller(api, controller.build(["faulty-nodes"], api, controller.Options()))
+    assert made.well()
+    running = threading.Thread(target=made.run, args=(stop,))
+    running.start()
+    try:
+        wait_for(lambda: not made.well(), "the loss of the watcher to be known")
+    finally:
+        stop.set()
+        running.join(60)
+    assert not running.is_alive()
+
+
 def test_health_is_served_on_loopback_and_says_when_the_loop_stands_still() -> None:
     well = [True]
     with health.serving("0", lambda: well[0]) as port:

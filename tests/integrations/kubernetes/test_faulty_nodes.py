@@ -108,7 +108,7 @@ def test_nodes_of_a_job_in_which_every_node_fails_its_check_by_itself_are_not_ma
     caplog.set_level("INFO")
     for job, sick in (("all", (0, 1, 2)), ("one", (1,))):
         told = {at: Alone("" if at not in sick else "the product is wrong", "cpu", 1, True) for at in range(3)}
-        ruling = judge(3, told, Evidence((0, 1, 2), ()), 1, 1)
+        ruling = judge(3, told, Evidence((0, 1, 2), ()), 1)
         for at in range(3):
             end = consequences(ruling, [Node(f"n{it}", (it,)) for it in range(3)], at, False, run="r", cycle=0, at=4e9)
             cluster.pod(f"{job}-{at}", node=cluster.node(f"{job}-{at}"))
