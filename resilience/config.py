@@ -98,12 +98,12 @@ class FailoverConfig:
         "switch",
     )
     node_name: str | None = _setting(
-        None, "name of this node in exclusions and budgets; default: its host name", "text"
+        None, "name of this node in exclusions and budgets; default: its host name", "word"
     )
     node_group: str | None = _setting(
         None,
         "name of the group of nodes that this one belongs to, a rack for instance: ranks are contiguous in it",
-        "text",
+        "word",
     )
     node_group_index: int | None = _setting(
         None, "place of that group among the groups, from 0; it stays when the group moves elsewhere", "index"

@@ -132,6 +132,12 @@ def _level(raw: Any) -> str:
     return text
 
 
+def _word(raw: Any) -> str | None:
+    if raw is not None and not str(raw).isprintable():
+        raise ValueError("it has a line break or another character that can't be shown")
+    return None if raw is None else str(raw)
+
+
 _PARSERS: dict[str, Any] = {
     "timeout": _timeout,
     "timeout_or_none": _timeout_or_none,
@@ -145,6 +151,7 @@ _PARSERS: dict[str, Any] = {
     "signal": _signal,
     "switch": _switch,
     "level": _level,
+    "word": _word,
     "text": lambda raw: None if raw is None else str(raw),
 }
 _WANTED = {
@@ -160,6 +167,7 @@ _WANTED = {
     "signal": "the name or number of a signal that ends a process",
     "switch": "true or false",
     "level": ", ".join(_LEVELS),
+    "word": "text that is one line",
     "text": "text",
 }
 

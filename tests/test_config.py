@@ -215,6 +215,8 @@ def test_section_timeouts_of_a_file(yaml: Any) -> None:
         ("rank_termination_signal", "SIGSTOP", "the name or number of a signal that ends a process"),
         ("node_group_index", "row7", "a whole number from 0 up, or null for none"),
         ("node_group_index", "-1", "a whole number from 0 up, or null for none"),
+        ("node_name", "gpu-7\nforged", "text that is one line"),
+        ("node_group", "rack\x1b[2J", "text that is one line"),
         ("node_group_index", 1.5, "a whole number from 0 up, or null for none"),
         ("node_group_index", True, "a whole number from 0 up, or null for none"),
         ("max_node_restarts", "few", "a whole number from 0 up, or null for no limit"),

@@ -25,7 +25,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from resilience.integrations.kubernetes import health
+from resilience.integrations.kubernetes import health, words
 from resilience.integrations.kubernetes.api import Api, namespace_of_pod
 from resilience.integrations.kubernetes.delivery import Delivery
 from resilience.integrations.kubernetes.election import Election
@@ -163,7 +163,7 @@ def build(names: Sequence[str], api: Api, options: Options) -> list[Part]:
 
 def main(argv: list[str]) -> int:
     """Run the controller; return the exit code."""
-    asked = _parser().parse_args(argv)
+    asked = parser().parse_args(argv)
     logging.basicConfig(
         level=asked.log_level, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr, force=True
     )
@@ -216,39 +216,57 @@ def _end(stop: threading.Event) -> None:
     last.start()
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    """Return what reads the controller's arguments."""
+    made = argparse.ArgumentParser(
         prog="resilience kubernetes controller",
         description="Take faulty nodes out of scheduling, and move groups of nodes together.",
         allow_abbrev=False,
     )
-    add, known = parser.add_argument, Options()
+    add, known = made.add_argument, Options()
     add("--parts", default=",".join(PARTS), help="what it does, separated by commas (default: %(default)s)")
     add("--kubeconfig", help="default: the pod's service account, else the usual kubeconfig")
     add("--context", help="of the kubeconfig")
-    add("--namespace", default="", help="look after this namespace only; default: all")
+    add("--namespace", type=words.namespace, default="", help="look after this namespace only; default: all")
     add(
         "--state-namespace",
+        type=words.namespace,
         default="",
         help="where the lease and the state are kept; default: the pod's own, else 'default'",
     )
-    add("--pod-selector", default=known.pod_selector, help="labels of the pods of training jobs (default: %(default)s)")
+    add(
+        "--pod-selector",
+        type=words.selector,
+        default=known.pod_selector,
+        help="labels of the pods of training jobs (default: %(default)s)",
+    )
     add(
         "--job-label",
+        type=words.label_key,
         default=known.job_label,
         help="label whose value is the name of a pod's job (default: %(default)s)",
     )
-    add("--group-threshold", type=_positive, default=known.group_threshold, metavar="SECONDS",
+    add("--group-threshold", type=words.seconds, default=known.group_threshold, metavar="SECONDS",
         help="a replacement that is blocked for longer moves its whole group (default: %(default)g)")  # fmt: skip
-    add("--max-group-failovers", type=int, default=known.max_group_failovers, metavar="N",
+    add("--max-group-failovers", type=words.count, default=known.max_group_failovers, metavar="N",
         help="of one job, in all (default: %(default)s)")  # fmt: skip
-    add("--rack-label", default=known.rack_label, help="label of nodes that names their rack (default: %(default)s)")
+    add(
+        "--rack-label",
+        type=words.label_key,
+        default=known.rack_label,
+        help="label of nodes that names their rack (default: %(default)s)",
+    )
     add("--taint-old-rack", action="store_true",
         help="where pods can't avoid the old rack by themselves: keep everybody's new pods away from it meanwhile")  # fmt: skip
-    add("--lease-name", default="resilience-controller", help="of the leader election (default: %(default)s)")
+    add(
+        "--lease-name",
+        type=words.name,
+        default="resilience-controller",
+        help="of the leader election (default: %(default)s)",
+    )
     add(
         "--lease-seconds",
-        type=_positive,
+        type=words.lease,
         default=15.0,
         help="how long a replica leads without renewing (default: %(default)g)",
     )
@@ -260,11 +278,4 @@ def _parser() -> argparse.ArgumentParser:
         help="serve /healthz there; without a host on loopback; default: nowhere",
     )
     add("--log-level", default="INFO", choices=["DEBUG", "INFO", "WARNING", "ERROR"])
-    return parser
-
-
-def _positive(text: str) -> float:
-    value = float(text)
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds above 0")
-    return value
+    return made

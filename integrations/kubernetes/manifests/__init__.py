@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from resilience.integrations.kubernetes import controller, words
 from resilience.integrations.kubernetes.api import CONTROLLER_NAMESPACE
 
 NAMESPACE, IMAGE = CONTROLLER_NAMESPACE, "resilience:latest"
@@ -42,11 +43,13 @@ def main(argv: list[str]) -> int:
         description="Print the controller's manifests; pipe them into `kubectl apply -f -`.",
         allow_abbrev=False,
     )
-    parser.add_argument("--namespace", default=NAMESPACE, help="where the controller runs (default: %(default)s)")
+    parser.add_argument(
+        "--namespace", type=words.name, default=NAMESPACE, help="where the controller runs (default: %(default)s)"
+    )
     parser.add_argument(
         "--image", default=IMAGE, help="an image that has resilience-sdk[kubernetes] in it (default: %(default)s)"
     )
-    parser.add_argument("--replicas", type=int, default=2, help="of which one acts (default: %(default)s)")
+    parser.add_argument("--replicas", type=words.count, default=2, help="of which one acts (default: %(default)s)")
     parser.add_argument(
         "--arg", action="append", default=[], metavar="ARGUMENT", help="one more argument of the controller"
     )
@@ -54,6 +57,7 @@ def main(argv: list[str]) -> int:
         "--only", choices=["rbac"], help="the roles and their bindings: safe to apply where the controller runs already"
     )
     asked = parser.parse_args(argv)
+    controller.parser().parse_args(asked.arg)  # says it, and ends, where the controller would
     documents = manifests(asked.namespace, asked.image, asked.replicas)
     if asked.only:
         documents = [document for document in documents if document["kind"] in RBAC]

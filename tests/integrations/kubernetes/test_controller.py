@@ -295,3 +295,46 @@ def test_training_pods_get_no_right_to_change_nodes() -> None:
 def test_no_part_at_all_is_refused() -> None:
     with pytest.raises(ResilienceError, match=r"--parts is empty: nothing would be done\. There are: .*groups"):
         controller.build([], cast(Api, None), controller.Options())
+
+
+@pytest.mark.parametrize(
+    "flag",
+    [
+        "--pod-selector=!!bad",
+        "--pod-selector=",
+        "--pod-selector=a=b,c d",
+        "--namespace=../../x",
+        "--namespace=A",
+        "--state-namespace=a.b",
+        "--lease-name=A/B",
+        "--lease-seconds=0.01",
+        "--lease-seconds=nan",
+        "--job-label=a b c",
+        "--rack-label=a b c",
+        "--max-group-failovers=-1",
+        "--group-threshold=0",
+    ],
+)
+def test_flags_that_can_not_be_meant_are_refused_before_anything_is_asked(
+    flag: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for command in (controller.main, lambda argv: print_manifests([f"--arg={argv[0]}"])):
+        with pytest.raises(SystemExit) as caught:
+            command([flag])
+        assert caught.value.code == 2
+        assert f"argument {flag.partition('=')[0]}:" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "selector", ["job", "!job", "a=b", "a==b,c!=d", "a in (b, c),d", "app.io/x notin (y)", "resilience.dev/job", "a="]
+)
+def test_selectors_that_kubernetes_takes_are_taken(selector: str) -> None:
+    assert controller.parser().parse_args([f"--pod-selector={selector}"]).pod_selector == selector
+
+
+@pytest.mark.parametrize("flag", ["--replicas=-1", "--replicas=two", "--namespace=A B", "--arg=--nonsense"])
+def test_manifests_that_could_not_be_applied_are_not_printed(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        print_manifests([flag])
+    assert caught.value.code == 2
+    assert capsys.readouterr().out == ""
