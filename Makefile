@@ -39,6 +39,9 @@ format: setup
 
 test: setup
 	$(BIN)/python -m pytest tests --ignore=tests/real -m "not long and not rare" -n 3 --dist worksteal
+	@if test -d $(KUBERNETES); then \
+	  $(BIN)/python -m pytest tests/integrations/kubernetes tests/documents -m "apiserver and not long and not rare"; \
+	else echo "Left out: everything against a real Kubernetes API server. make test-kubernetes builds one."; fi
 
 test-long: setup
 	$(BIN)/python -m pytest tests --ignore=tests/real -m long -n 3 --dist worksteal

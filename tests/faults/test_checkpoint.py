@@ -57,7 +57,11 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 @pytest.mark.parametrize(
     ("fault", "mode"),
-    [("kill", "blocking"), ("kill", "overlap"), pytest.param("raise", "blocking", marks=pytest.mark.long)],
+    [
+        ("kill", "blocking"),
+        pytest.param("kill", "overlap", marks=pytest.mark.long),
+        pytest.param("raise", "blocking", marks=pytest.mark.long),
+    ],
 )
 def test_ddp_training_with_a_fault_ends_bit_for_bit_like_one_without(
     tmp_path: Path, undisturbed: list[str], fault: str, mode: str

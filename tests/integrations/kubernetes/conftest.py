@@ -17,13 +17,21 @@ from tests.real.kubernetes import ApiServer
 __all__ = ["api_server"]
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what needs the server, so that it can be asked for by itself."""
+    for item in items:
+        if "api_server" in getattr(item, "fixturenames", ()):
+            item.add_marker("apiserver")
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Say what is left out, in one line for all; the fixture would say it for each."""
     if "api_server" not in getattr(item, "fixturenames", ()):
         return
     left_out = "everything against a real Kubernetes API server"
     if int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) > 1:  # each would start a server of its own
-        pytest.skip(f"left to `make test-kubernetes`, which starts one server for all of them: {left_out}")
+        pytest.skip(f"left to the end of `make test`, with one server for all of them: {left_out}")
     if lacking := kubernetes.missing():
         pytest.skip(f"not here: {lacking}. Left out is {left_out}")
 

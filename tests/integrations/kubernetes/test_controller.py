@@ -183,7 +183,7 @@ def test_controller_that_cant_renew_ends_so_that_no_two_act(cluster: Cluster, fo
 
 def test_parts_are_told_whether_this_replica_leads(cluster: Cluster) -> None:
     election = Election(cluster.api, cluster.name, "lease", "me", lease_s=60.0)
-    options = controller._options(controller._parser().parse_args([]), election)
+    options = controller._options(controller.parser().parse_args([]), election)
     assert not options.leading()
     assert election.try_once()
     assert options.leading()
