@@ -6,23 +6,24 @@ returns the exit code. They are loaded when they are called, so that whoever doe
 
 from __future__ import annotations
 
-import argparse
 import importlib.metadata
 import io
 import sys
 from collections.abc import Callable
 
 from resilience import __version__
+from resilience.command import Parser
 from resilience.errors import ConfigError, ResilienceError, nearest
 
 _USAGE = """\
 usage: resilience run [torchrun's options] [--ft-…] script.py [arguments]
        resilience config [--ft-…]
        resilience report RUN_DIR
-       resilience checkpoint list|show|verify|export|prune DIRECTORY
+       resilience checkpoint list|show|verify|export|import|prune DIRECTORY
        resilience store [--port PORT]
        resilience nodecheck [--accelerator NAME] [--nnodes N --rdzv-endpoint HOST:PORT]
        resilience kubernetes manifests|controller|uncordon|podgroup|job …
+       resilience slurm render|values|follow|epilog …
        resilience --version
 
   run         start a training script and keep it running: torchrun, with a monitor per rank
@@ -32,6 +33,7 @@ usage: resilience run [torchrun's options] [--ft-…] script.py [arguments]
   store       serve the rendezvous store on a host that does not train
   nodecheck   check this node, alone or together with others, and say whether it is fit to train
   kubernetes  training jobs on Kubernetes: a job to start from, groups of Pods, the controller
+  slurm       training jobs on Slurm: a batch script to start from, and the chain of its requeues
 """
 _PLUGINS = "resilience.commands"
 _EXTRAS = {"kubernetes": "kubernetes"}  # commands of adapters that we ship: the extra that brings what they need
@@ -103,11 +105,11 @@ def run(argv: list[str]) -> int:
 
 def print_config(argv: list[str]) -> int:
     """Print every setting with where its value came from."""
-    from resilience.launcher.cli import Parser, add_settings, settings_from  # noqa: PLC0415
+    from resilience.launcher import cli  # noqa: PLC0415
 
-    parser = Parser(prog="resilience config", description="Print every setting and where it came from.")
-    add_settings(parser)
-    settings = settings_from(parser.parse_args(argv))
+    parser = cli.Parser(prog="resilience config", description="Print every setting and where it came from.")
+    cli.add_settings(parser)
+    settings = cli.settings_from(parser.parse_args(argv))
     rows = list(settings.rows())
     name_width, value_width, source_width = (max(len(row[i]) for row in rows) for i in range(3))
     for name, value, source, doc in rows:
@@ -142,9 +144,9 @@ def print_report(argv: list[str]) -> int:
     """Print the reports of a run's directory."""
     from pathlib import Path  # noqa: PLC0415
 
-    from resilience.observe.report import as_text, read_all  # noqa: PLC0415
+    from resilience.observe.report import as_text, is_run, read_all  # noqa: PLC0415
 
-    parser = argparse.ArgumentParser(prog="resilience report", description="Print what happened in a run.")
+    parser = Parser(prog="resilience report", description="Print what happened in a run.")
     parser.add_argument("run_dir", help="the run's directory, as printed at its start and end")
     folder = Path(parser.parse_args(argv).run_dir)
     if not folder.is_dir():
@@ -152,14 +154,19 @@ def print_report(argv: list[str]) -> int:
             f"resilience report: {folder} is not a directory. A run prints its directory at start and end.\n"
         )
         return 2
-    if not any((folder / name).is_dir() for name in ("cycles", "logs")):
-        sys.stderr.write(f"resilience report: {folder} is not a run's directory (it has neither cycles/ nor logs/).\n")
+    if not is_run(folder):
+        inside = ", ".join(str(path) for path in sorted(folder.iterdir()) if is_run(path))
+        runs = f" These are: {inside}." if inside else ""
+        sys.stderr.write(
+            f"resilience report: {folder} is not a run's directory (it has neither cycles/ nor logs/).{runs}\n"
+        )
         return 2
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a message may hold what the terminal can't show
     reports = read_all(folder)
     for report in reports:
-        sys.stdout.write(as_text(report, str(folder)) + "\n\n")
+        for one in (*report.get("earlier", ()), report):  # with `min-healthy` a cycle may outlive several failures
+            sys.stdout.write(as_text(one, str(folder)) + "\n\n")
     count = len(reports)
     sys.stdout.write(f"{count} cycle{'s' * (count != 1)} failed\n" if count else "no cycle failed\n")
     return 0

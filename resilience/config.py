@@ -69,6 +69,7 @@ class LauncherConfig:
     capture_logs: bool = _setting(
         True, "keep the workers' output per cycle and rank, and prefix it on the console", "switch"
     )
+    shared_console: bool = _setting(False, "all launchers write to one log: one prints failures whole", "switch")
     store_silence_timeout: float = _setting(
         60.0, "a launcher that can't reach the rendezvous store this long ends itself", "positive"
     )
@@ -291,14 +292,10 @@ ENV_NODE_GROUP = "RESILIENCE_NODE_GROUP"  # also the setting node_group: the lau
 # What people tell a rank, past the launcher.
 ENV_SIMULATED_FAULT = "RESILIENCE_SIMULATED_FAULT"
 ENV_FINISHED_FLAG_FILE = "FAULT_TOL_FINISHED_FLAG_FILE"
-_WORKER_VARIABLES = {
-    ENV_SOCKET,
-    ENV_CYCLE,
-    ENV_LAUNCHER_PID,
-    ENV_LATE_ATTACH,
-    ENV_RUN,
-    ENV_SIMULATED_FAULT,
-}
+ENV_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # torch's: where whoever starts a process looks for its error
+ENV_JOB_CONFIG = "RESILIENCE_JOB_CONFIG"  # what a job on Ray trains, as JSON
+_WORKER_VARIABLES = {ENV_SOCKET, ENV_CYCLE, ENV_LAUNCHER_PID, ENV_LATE_ATTACH, ENV_RUN, ENV_SIMULATED_FAULT}
+_WORKER_VARIABLES |= {ENV_JOB_CONFIG}
 
 
 @dataclass(frozen=True)
@@ -358,12 +355,17 @@ def _number(name: str, default: int) -> int:
 
 def error_file() -> str | None:
     """Return where torch wants the error of this worker written, if anywhere."""
-    return os.environ.get("TORCHELASTIC_ERROR_FILE") or None
+    return os.environ.get(ENV_ERROR_FILE) or None
 
 
 def simulated_fault() -> str | None:
     """Return the faults that an integration is to simulate on a rank, if any; see ``resilience.integrations.faults``."""
     return os.environ.get(ENV_SIMULATED_FAULT) or None
+
+
+def job_config() -> str | None:
+    """Return what a job on Ray told its ranks, if there is one; see ``resilience.integrations.ray.call``."""
+    return os.environ.get(ENV_JOB_CONFIG) or None
 
 
 def finished_flag_file() -> str | None:

@@ -14,6 +14,7 @@
     │   ├── NothingToRestore   no checkpoint, and no fresh start allowed
     │   └── SaveError          a save failed in the background, and ``on_save_error`` is "raise"
     ├── KubernetesError        the API server refused or did not answer   (integrations.kubernetes.api)
+    ├── RayJobError            a job on Ray can't be submitted, found or waited for   (integrations.ray.status)
     ├── LinkError              a peer process (launcher, monitor, saver) did not answer in time
     └── UnsupportedPlatform    the launcher needs Linux
 
@@ -69,5 +70,6 @@ class UnsupportedPlatform(ResilienceError):  # noqa: N818 - reads as what it is
 
 def nearest(word: str, known: Iterable[str]) -> str:
     """Return ``" Did you mean 'x'?"`` for the known word nearest to ``word``, or an empty string."""
-    matches = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
-    return f" Did you mean {matches[0]!r}?" if matches else ""
+    spelt = {name.lower(): name for name in reversed([*known])}
+    matches = difflib.get_close_matches(word.lower(), spelt, n=1, cutoff=0.5)
+    return f" Did you mean {spelt[matches[0]]!r}?" if matches else ""

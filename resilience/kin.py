@@ -11,12 +11,14 @@ Hazard: the kernel sends the signal when the *thread* that started us ends.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import resource
 import signal
 import sys
 import time
+from collections.abc import Collection
 from pathlib import Path
 from typing import NoReturn
 
@@ -84,6 +86,13 @@ def _end_all_below(me: int) -> None:
                 continue
         _reap()
         time.sleep(_LOOK_S)
+
+
+def end_all_but(known: Collection[int]) -> None:
+    """Kill what was started below this process since ``known`` (:func:`descendants`) were all that there were."""
+    for pid in set(descendants(os.getpid())) - set(known):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def descendants(pid: int) -> list[int]:

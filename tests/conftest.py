@@ -58,6 +58,8 @@ def _command_of(pid: int) -> str | None:
 def session_mark() -> Iterator[None]:
     """Name this session in the environment, for whatever the tests start; clear up after those that were killed."""
     jobs.sweep()
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as below `make test &`: launchers would be deaf to it too
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ[MARK] = uuid.uuid4().hex
     yield
     del os.environ[MARK]

@@ -7,29 +7,33 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+from resilience.monitor import proc
+from tests.ports import free_port
 
 WORKLOADS = Path(__file__).parent / "workloads"
 DEADLINE_S = 90.0
 
 
-def wait_for(condition: Callable[[], Any], what: str, timeout: float = DEADLINE_S) -> Any:
-    """Poll until ``condition()`` is true and return it; fail with ``what`` when it does not become so."""
+def wait_for(condition: Callable[[], Any], what: str | Callable[[], str], timeout: float = DEADLINE_S) -> Any:
+    """Poll until ``condition()`` is true and return it; fail with ``what`` when it does not become so. What a log says belongs
+    into a function: it is asked at the end."""
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
         value = condition()
         if value:
             return value
         time.sleep(0.02)
-    raise AssertionError(f"waited {timeout:g} s in vain for {what}")
+    raise AssertionError(f"waited {timeout:g} s in vain for {what if isinstance(what, str) else what()}")
 
 
 @contextmanager
@@ -112,7 +116,7 @@ class Job:
             ]
             return sorted(found)
 
-        return int(wait_for(newest, f"a rank of this node\n{self.log()[-3000:]}")[-1][1])
+        return int(wait_for(newest, lambda: f"a rank of this node\n{self.log()[-3000:]}")[-1][1])
 
     def steps(self, cycle: int) -> list[int]:
         """The steps that this node's ranks made in a cycle."""
@@ -131,7 +135,7 @@ class Job:
                 raise AssertionError(f"the launcher ended before cycle {cycle} trained:\n{self.log()[-5000:]}")
             return len(self.steps(cycle)) >= number
 
-        wait_for(enough, f"steps of cycle {cycle}\n{self.log()[-5000:]}")
+        wait_for(enough, lambda: f"steps of cycle {cycle}\n{self.log()[-5000:]}")
 
     def order(self, what: str, rank: int | None = None) -> None:
         """Tell a rank of the fleet.py workload what to do."""
@@ -144,25 +148,29 @@ class Job:
         """Wait until a rank noted ``what`` in ``cycle``."""
 
         def found() -> list[str] | None:
+            over = self.process.poll() is not None  # before the look: what it noted last must not be missed
             matching = [note for note in self.notes(rank) if note[:2] == [str(cycle), what]]
-            if not matching and self.process.poll() is not None:
+            if not matching and over:
                 raise AssertionError(f"the job ended before rank {rank} noted {what!r}:\n{self.log()}")
             return matching[0] if matching else None
 
-        note: list[str] = wait_for(found, f"rank {rank} to note {what!r} in cycle {cycle}\n{self.log()[-3000:]}")
+        note: list[str] = wait_for(
+            found, lambda: f"rank {rank} to note {what!r} in cycle {cycle}\n{self.log()[-3000:]}"
+        )
         return note
 
     def await_step(self, rank: int, what: str, step: int) -> int:
         """Wait until a rank noted ``what-N`` for a step N that is not before ``step``: single ones may be skipped."""
 
         def found() -> list[int]:
+            over = self.process.poll() is not None
             noted = [note[1].rpartition("-") for note in self.notes(rank) if len(note) == 4]
             steps = [int(number) for words, _, number in noted if words == what and int(number) >= step]
-            if not steps and self.process.poll() is not None:
+            if not steps and over:
                 raise AssertionError(f"the job ended before rank {rank} noted {what} of step {step}:\n{self.log()}")
             return [min(steps)] if steps else []
 
-        return int(wait_for(found, f"rank {rank} to note {what} of step {step}\n{self.log()[-3000:]}")[0])
+        return int(wait_for(found, lambda: f"rank {rank} to note {what} of step {step}\n{self.log()[-3000:]}")[0])
 
     def monitors(self) -> list[int]:
         """The pids of the monitors, in order of local rank."""
@@ -171,7 +179,7 @@ class Job:
     def report(self, cycle: int) -> dict[str, Any]:
         """The report of a cycle; waits for it."""
         path = self.run_dir / "cycles" / f"{cycle}.json"
-        wait_for(path.exists, f"{path}\n{self.log()[-3000:]}")
+        wait_for(path.exists, lambda: f"{path}\n{self.log()[-3000:]}")
         data: dict[str, Any] = json.loads(path.read_text())
         return data
 
@@ -205,17 +213,56 @@ class Job:
                     os.kill(pid, signal.SIGKILL)
             return not family
 
-        wait_for(killed, f"the end of everybody: {[(p, command_line(p)) for p in self.family()]}", 20)
+        wait_for(killed, lambda: f"the end of everybody: {[(p, command_line(p)) for p in self.family()]}", 20)
         self.process.wait()
         shutil.rmtree(self.tmp)
 
     def assert_nothing_left(self) -> None:
         """No process, socket or temporary file of the job may be left."""
         wait_for(
-            lambda: not self.family(), f"all processes to end: {[(p, command_line(p)) for p in self.family()]}", 20
+            lambda: not self.family(),
+            lambda: f"all processes to end: {[(p, command_line(p)) for p in self.family()]}",
+            20,
         )
         left = [path for path in self.tmp.rglob("*") if not path.name.startswith("torchinductor")]
         assert not left, f"left behind: {left}"
+
+
+def stands(pid: int) -> bool:
+    """Whether a process was stopped."""
+    found = proc.state_of(pid)
+    return found is not None and found.state == "T"
+
+
+def has_loaded(library: str, pid: int) -> bool:
+    """Whether a library is in a process."""
+    return library in Path(f"/proc/{pid}/maps").read_text()
+
+
+def await_unless_over(pid: int, condition: Callable[[int], bool], what: str) -> None:
+    """Wait for something of a child that is not waited for; its end is the end of waiting too."""
+    wait_for(lambda: condition(pid) or not alive(pid), what)
+
+
+@contextmanager
+def held_in_import(command: list[str], library: str) -> Iterator[subprocess.Popen[str]]:
+    """Start a command and have it stand still while it imports a library and no handler of SIGINT is set; it goes on, or ends by
+    what it was sent, after the block. One that we looked at too late is started again."""
+    for _ in range(3):
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        try:
+            await_unless_over(process.pid, partial(has_loaded, library), f"{library} to be loaded")
+            with stopped(process.pid):
+                await_unless_over(process.pid, stands, "the command to stand still")
+                if stands(process.pid) and not proc.catches(process.pid, signal.SIGINT):
+                    yield process
+                    return
+        except BaseException:
+            process.kill()
+            raise
+        process.kill()
+        process.communicate()
+    raise AssertionError(f"{library} was never seen to be imported without a handler of SIGINT")
 
 
 def children(pid: int) -> list[int]:
@@ -255,18 +302,17 @@ def job(
         started.close()
 
 
-def free_port() -> int:
-    """A TCP port on loopback that nobody uses now."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
-
-
 class Fleet:
-    """Several launchers of one job on this machine; the first hosts the store unless ``port`` names another one."""
+    """Several launchers of one job on this machine; the first hosts the store unless ``port`` names another one.
 
-    def __init__(self, folder: Path, nnodes: str, options: list[str], script: list[str], port: int = 0) -> None:
+    Where a job may begin with fewer nodes than it is to have in a test, the first ``together`` launchers join at once.
+    """
+
+    def __init__(
+        self, folder: Path, nnodes: str, options: list[str], script: list[str], port: int = 0, *, together: int = 0
+    ) -> None:
         self._folder = folder
+        self._together = together
         self._script = script
         self._hosted_elsewhere = port > 0
         self._stack = ExitStack()
@@ -291,11 +337,20 @@ class Fleet:
         host = "true" if number == 0 and not self._hosted_elsewhere else "false"
         conf = f"--rdzv-conf=is_host={host},last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3"
         command = [*self._options, conf, f"--ft-node-name=n{number}", *options]
+        start = (lambda words: wrap(self._joining(words))) if number < self._together else wrap
         started = self._stack.enter_context(
-            job(self._folder / f"node{number}", command, self._script, {**self.env, **(env or {})}, wrap)
+            job(self._folder / f"node{number}", command, self._script, {**self.env, **(env or {})}, start)
         )
         self.nodes.append(started)
         return started
+
+    def _joining(self, command: list[str]) -> list[str]:
+        """Have a launcher wait for the others before it joins."""
+        gate = self._folder / "gate"
+        gate.mkdir(exist_ok=True)
+        python, *arguments = command
+        assert arguments[:2] == ["-m", "resilience.run"]
+        return [python, str(WORKLOADS / "together.py"), str(gate), str(self._together), *arguments[2:]]
 
     def __enter__(self) -> Fleet:
         return self
@@ -307,9 +362,10 @@ class Fleet:
         return "\n".join(f"--- node {number}\n{node.log()[-5000:]}" for number, node in enumerate(self.nodes))
 
 
-def fleet(folder: Path, count: int, nnodes: str, options: list[str], script: list[str]) -> Fleet:
-    """Start ``count`` launchers of one job."""
-    started = Fleet(folder, nnodes, options, script)
+def fleet(folder: Path, count: int, nnodes: str, options: list[str], script: list[str], **env: str) -> Fleet:
+    """Start ``count`` launchers of one job, which begins with all of them."""
+    started = Fleet(folder, nnodes, options, script, together=count)
+    started.env = env
     for _ in range(count):
         started.add()
     return started

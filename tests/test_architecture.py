@@ -42,6 +42,7 @@ PUBLIC = [
 BASE = {"config", "errors", "kin"}
 ADAPTERS_MAY_IMPORT = {
     "checkpoint",
+    "command",
     "failover",
     "groups",
     "integrations",
@@ -53,6 +54,7 @@ MAY_IMPORT = {
     "errors": set[str](),
     "cgroups": set[str](),
     "kin": set[str](),
+    "command": {"errors"},
     "config": {"errors", "values"},
     "values": {"errors"},
     "pulse": BASE,
@@ -61,12 +63,23 @@ MAY_IMPORT = {
     "failover": {"pulse", *BASE},
     "groups": BASE,
     "observe": {"failover", "pulse", *BASE},
-    "checkpoint": {"cgroups", "pulse", *BASE},
+    "checkpoint": {"cgroups", "command", "pulse", *BASE},
     "nodecheck": {"cgroups", *BASE},
-    "launcher": {"checkpoint", "failover", "groups", "monitor", "nodecheck", "observe", "pulse", "values", *BASE},
+    "launcher": {
+        "checkpoint",
+        "command",
+        "failover",
+        "groups",
+        "monitor",
+        "nodecheck",
+        "observe",
+        "pulse",
+        "values",
+        *BASE,
+    },
     "_worker": {"pulse", "recording", *BASE},
     "__init__": {"checkpoint", "pulse", "recording", "errors"},
-    "__main__": {"checkpoint", "launcher", "observe", "errors", "__init__"},
+    "__main__": {"checkpoint", "command", "launcher", "observe", "errors", "__init__"},
     "run": {"launcher"},
 }
 
@@ -203,9 +216,11 @@ def test_adapters_stand_on_what_a_rank_may_import_and_on_their_own_framework(mod
     own = {"lightning": {"lightning", "pytorch_lightning"}, "pytorch_lightning": {"pytorch_lightning"}}
     own["huggingface"] = {"transformers"}
     own["kubernetes"] = {"kubernetes", "urllib3", "yaml"}
+    own["ray"] = {"omegaconf", "ray"}
+    own["values"] = {"yaml"}
     parts = module.split(".")
     frameworks = own.get(parts[2], set()) if len(parts) > 2 else set()
-    more = {"nodecheck"} if parts[2:4] == ["kubernetes", "job"] else set()  # no rank: it prints what launchers are told
+    more = {"nodecheck"} if parts[2:] == ["flags"] else set()  # no rank: it knows what launchers are told
     for name in imports(adapters()[module]):
         if name.startswith("resilience."):
             target = room_of(name)
@@ -264,9 +279,8 @@ def test_nothing_is_unpickled_or_evaluated(module: str) -> None:
     if module == "resilience._worker.__main__":
         forbidden.remove("marshal")  # a script may be a .pyc: the user's own code, which is run anyway
     unsafe = {"yaml.load", "yaml.unsafe_load", "yaml.full_load", "torch.load", "os.system", "os.popen"}
-    if (
-        module == "resilience.checkpoint.foreign"
-    ):  # reads pickles of others, with unpicklers that build only what they know
+    if module == "resilience.checkpoint.foreign":
+        # It reads pickles of others, with unpicklers that build only what they know.
         forbidden.remove("pickle")
         unsafe.remove("torch.load")
         loads = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and "load" in ast.unparse(node.func)]

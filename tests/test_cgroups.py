@@ -30,9 +30,8 @@ def test_group_of_slurm_or_systemd_is_found_with_all_above_it() -> None:
         *("system.slice/slurmstepd.scope", "system.slice", ""),
     )
     old = folders(V1.format("/slurm/uid_0/job_7"), MOUNTS_V1.format("/"))
-    assert old[:4] == below(
-        *("slurm/uid_0/job_7", "slurm/uid_0", "slurm", ""), root="/sys/fs/cgroup/memory"
-    )  # then that of version 2, which counts no memory here: it has no such files
+    # Then that of version 2, which counts no memory here: it has no such files.
+    assert old[:4] == below(*("slurm/uid_0/job_7", "slurm/uid_0", "slurm", ""), root="/sys/fs/cgroup/memory")
 
 
 def test_container_that_sees_its_own_group_as_the_root_is_understood_and_a_group_below_it_too() -> None:

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -20,6 +21,11 @@ TRAIN = str(ROOT / "examples" / "train.py")
 pytestmark = pytest.mark.spawns
 
 
+def torchrun(folder: Path) -> list[str]:
+    """Plain torchrun with two ranks; what it keeps for them is in a folder that goes away."""
+    return [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--log-dir={folder / 'torchrun'}"]
+
+
 def loss_of(command: list[str]) -> str:
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, check=False, capture_output=True, text=True, cwd=ROOT, env=env, timeout=150)
@@ -30,13 +36,13 @@ def loss_of(command: list[str]) -> str:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "other"),
-    [(1, []), (2, ["-m", "torch.distributed.run", "--nproc-per-node=2"])],
-    ids=["python", "torchrun"],
+    ("ranks", "other"), [(1, lambda _: [sys.executable]), (2, torchrun)], ids=["python", "torchrun"]
 )
-def test_the_example_learns_the_same_under_every_launcher(tmp_path: Path, ranks: int, other: list[str]) -> None:
+def test_the_example_learns_the_same_under_every_launcher(
+    tmp_path: Path, ranks: int, other: Callable[[Path], list[str]]
+) -> None:
     commands = [
-        [sys.executable, *other, TRAIN],
+        [*other(tmp_path), TRAIN],
         [sys.executable, "-m", "resilience.run", f"--nproc-per-node={ranks}", f"--ft-run-dir={tmp_path}", TRAIN],
     ]
     with ThreadPoolExecutor() as pool:
@@ -50,7 +56,7 @@ def test_the_checkpoint_example_learns_the_same_under_every_launcher_and_with_a_
     def command(name: str, *words: str) -> list[str]:
         return [*words, script, str(tmp_path / name)]
 
-    undisturbed = loss_of(command("a", sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"))
+    undisturbed = loss_of(command("a", *torchrun(tmp_path)))
     alone = loss_of(command("b", sys.executable))
     assert alone.endswith("on 1 ranks")
     with job(tmp_path / "c", ["--max-restarts=3", "--nproc-per-node=2"], [script, str(tmp_path / "c" / "ck")]) as it:
@@ -66,8 +72,7 @@ def test_the_checkpoint_example_learns_the_same_under_every_launcher_and_with_a_
 @pytest.mark.long
 def test_the_example_of_fsdp2_ends_the_same_under_every_launcher_and_with_a_kill(tmp_path: Path) -> None:
     script = str(ROOT / "examples" / "fsdp2.py")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", script, str(tmp_path / "a")]
-    undisturbed = loss_of(torchrun)
+    undisturbed = loss_of([*torchrun(tmp_path), script, str(tmp_path / "a")])
     assert undisturbed.endswith("on 2 ranks")
     with job(tmp_path / "b", ["--max-restarts=3", "--nproc-per-node=2"], [script, str(tmp_path / "b" / "ck")]) as it:
         ranks = wait_for(
@@ -82,9 +87,7 @@ def test_the_example_of_fsdp2_ends_the_same_under_every_launcher_and_with_a_kill
 @pytest.mark.long
 def test_the_example_of_fabric_ends_the_same_after_a_kill(tmp_path: Path) -> None:
     script = str(ROOT / "examples" / "lightning_fabric.py")
-    straight = loss_of(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", script, str(tmp_path / "a")]
-    )
+    straight = loss_of([*torchrun(tmp_path), script, str(tmp_path / "a")])
     assert straight.endswith("on 2 ranks")
     with job(tmp_path / "b", ["--max-restarts=3", "--nproc-per-node=2"], [script, str(tmp_path / "b" / "ck")]) as it:
         ranks = wait_for(
@@ -154,7 +157,7 @@ def test_the_example_of_one_process_ends_the_same_after_a_kill_in_the_middle_of_
 
 def test_the_guard_example_learns_from_data_with_a_bad_sample_and_says_what_it_left_out(tmp_path: Path) -> None:
     script = [str(ROOT / "examples" / "guard.py"), str(tmp_path / "checkpoints")]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", *script]
+    command = [*torchrun(tmp_path), *script]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, check=False, capture_output=True, text=True, cwd=ROOT, env=env, timeout=150)
     assert done.returncode == 0, done.stderr
@@ -174,7 +177,7 @@ def test_the_preemption_example_stops_together_and_goes_on_where_it_stopped(tmp_
             for _ in range(2):
                 it.add()
             if run == 0:
-                wait_for(lambda it=it: any("step 200:" in node.log() for node in it.nodes), it.logs())  # type: ignore[misc]
+                wait_for(lambda it=it: any("step 200:" in node.log() for node in it.nodes), it.logs)  # type: ignore[misc]
                 os.kill(it.nodes[1].pid, signal.SIGTERM)
             assert [node.wait() for node in it.nodes] == [79 if run == 0 else 0] * 2, it.logs()
             told = [re.findall(r"step (\d+) is the last one", node.log()) for node in it.nodes]

@@ -47,6 +47,8 @@ def test_the_wheel_names_the_commands_of_adapters(wheel: Path) -> None:
         (name,) = [name for name in content.namelist() if name.endswith("entry_points.txt")]
         told = content.read(name).decode()
     assert "[resilience.commands]\nkubernetes = resilience.integrations.kubernetes.cli:main" in told
+    assert "\nslurm = resilience.integrations.slurm.cli:main" in told
+    assert "\nslurm = resilience.integrations.slurm.drain:SlurmErrorMonitor" in told
 
 
 def test_the_wheel_works_in_a_fresh_environment(wheel: Path, tmp_path: Path) -> None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.jobs import job, wait_for
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -33,6 +36,28 @@ def test_the_loop_runs_as_pasted_with_the_command_below_it(tmp_path: Path) -> No
         [sys.executable, "../train.py"], check=False, cwd=tmp_path / "alone", capture_output=True, text=True
     )
     assert alone.returncode == 0, alone.stderr
+
+
+@pytest.mark.spawns
+def test_the_loop_loses_no_step_when_it_is_preempted(tmp_path: Path) -> None:
+    python = re.search(r"```python\n(.*?)```", README, re.DOTALL)
+    assert python
+    told = "resilience.heartbeat(step)\n            open('steps', 'a').write(f'{step}\\n')"
+    script = tmp_path / "train.py"
+    script.write_text(
+        python[1].replace("range(start, 100)", "range(start, 1000000)").replace("resilience.heartbeat(step)", told)
+    )
+    assert "'steps'" in script.read_text()
+    steps = tmp_path / "steps"
+    runs = []
+    for _ in range(2):
+        with job(tmp_path, ["--nproc-per-node=2"], [str(script)]) as it:
+            wait_for(lambda: steps.exists() and len(steps.read_text().split()) > 60, it.log)
+            it.process.send_signal(signal.SIGTERM)
+            assert it.wait() == 79, it.log()
+        runs.append([int(step) for step in steps.read_text().split()])
+        steps.unlink()
+    assert min(runs[1]) == max(runs[0]) + 1
 
 
 @pytest.mark.spawns

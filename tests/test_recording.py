@@ -1020,7 +1020,7 @@ def test_script_whose_report_can_not_be_written_in_time_still_ends(tmp_path: Pat
 @pytest.mark.parametrize("kind", ["ValueError", "Stop"])
 def test_torchrun_shows_our_message_in_its_own_report(tmp_path: Path, kind: str) -> None:
     pytest.importorskip(TORCH_ERRORS)
-    launcher = ["-m", "torch.distributed.run", "--nproc-per-node=1", "--standalone"]
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node=1", "--standalone", f"--log-dir={tmp_path / 'logs'}"]
     ended = run(tmp_path, launcher, f"raise {kind}('bad batch')")
     assert ended.returncode == 1
     _, mark, report = ended.stderr.partition("Root Cause (first observed failure):")

@@ -46,7 +46,7 @@ def become_script(path: str, arguments: list[str]) -> None:
             source = file.read()
     except OSError as error:
         sys.stderr.write(f"{sys.executable}: can't open file {full!r}: [Errno {error.errno}] {error.strerror}\n")
-        raise SystemExit(2) from None
+        raise SystemExit(2) from error
     main.__file__ = full
     main.__cached__ = None  # type: ignore[attr-defined]
     if full.endswith(".pyc"):

@@ -27,9 +27,8 @@ from resilience.checkpoint.shards import aligned
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; not in Python's mmap yet
 _HUGE = 2 << 20
 _File = tuple[int, int]  # device and inode
-_mapped: weakref.WeakKeyDictionary[mmap.mmap, _File] = (
-    weakref.WeakKeyDictionary()
-)  # whatever still lives, closed or not
+# Whatever still lives, closed or not.
+_mapped: weakref.WeakKeyDictionary[mmap.mmap, _File] = weakref.WeakKeyDictionary()
 
 
 class Slot:

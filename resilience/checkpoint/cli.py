@@ -19,6 +19,7 @@ from resilience.checkpoint import digest, hire, shards, stores
 from resilience.checkpoint.manifest import File, in_words
 from resilience.checkpoint.stores import Kept, Storage
 from resilience.checkpoint.stores.claims import patiently
+from resilience.command import Parser
 from resilience.errors import CheckpointError
 
 _NOBODY_READS = 128 + signal.SIGPIPE  # what a shell says of a program that SIGPIPE ended
@@ -46,7 +47,7 @@ def _run(argv: list[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     """Return the parser of the command line; ``act`` is what each command does."""
-    parser = argparse.ArgumentParser(prog="resilience checkpoint", description="Look after checkpoints.")
+    parser = Parser(prog="resilience checkpoint", description="Look after checkpoints.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="list|show|verify|export|import|prune")
 
     def command(name: str, text: str, act: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:

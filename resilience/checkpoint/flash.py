@@ -64,9 +64,8 @@ class FlashCheckpoint:
     ``replica_bandwidth`` at most (bytes per second, or a text: ``"2GB/s"``).
     """
 
-    _alone = (
-        False  # of this process only, whatever the size of the job: for who is given a state that the others have not
-    )
+    # Of this process only, whatever the size of the job: for who is given a state that the others have not.
+    _alone = False
 
     def __init__(
         self,

@@ -27,9 +27,8 @@ from resilience.checkpoint.together import Together
 from resilience.errors import CheckpointError, NothingToRestore
 
 _LOG = logging.getLogger("resilience.checkpoint")
-OURS = (
-    "resilience."  # begins the names of parts that need not be there: whatever can be switched on and off between runs
-)
+# Begins the names of parts that need not be there: whatever can be switched on and off between runs.
+OURS = "resilience."
 _BAD = (CheckpointError, OSError, ValueError, RuntimeError, KeyError, TypeError)
 
 

@@ -249,9 +249,8 @@ class Source:
                 "it is made with resilience.checkpoint.encoding.register_codec before it is saved."
             )
         if ref.name not in made:
-            self._cuts(
-                ref.name, Box.whole(self.shape_of(ref.name))
-            )  # before memory is taken for a shape that nobody has
+            # Before memory is taken for a shape that nobody has.
+            self._cuts(ref.name, Box.whole(self.shape_of(ref.name)))
             # Arrays and generators' states are made of some: on the CPU, whatever torch.set_default_device says.
             tensor = torch.empty(self.shape_of(ref.name), dtype=self.dtype_of(ref.name), device="cpu")
             self.copy_into(ref.name, tensor)

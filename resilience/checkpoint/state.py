@@ -133,10 +133,8 @@ def _is_fsdps(hook: Any) -> bool:
     return str(module).startswith("torch.distributed.fsdp._fully_shard")
 
 
-_SAME_ON_ALL = (
-    torch.optim.lr_scheduler.LRScheduler,
-    torch.amp.GradScaler,
-)  # as training goes; not said of their tensors
+# As training goes; not said of their tensors.
+_SAME_ON_ALL = (torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)
 
 
 class Stateful:

@@ -29,7 +29,7 @@ class RankFailure:
 
     ``at_ns`` is CLOCK_MONOTONIC, of node 0 once it has crossed: the moment of the exception where one was recorded, else
     of the end of the process. ``echo``: it broke because another rank was gone. ``signature`` is equal for failures that are
-    the same but for numbers.
+    the same but for numbers. ``began``: something of the training ran, or may have.
     """
 
     rank: int
@@ -40,6 +40,7 @@ class RankFailure:
     traceback: str = ""
     signature: str = ""
     echo: bool = False
+    began: bool = True
     error_code: int | None = None
     step: int | None = None
     sections: tuple[Mapping[str, Any], ...] = ()
@@ -98,6 +99,7 @@ def examine(
         traceback=known.trace,
         signature=_signature(kind, exit_code, known, inner),
         echo=is_echo(known.type, known.message) or (exit_code == -signal.SIGABRT and _aborted_by_watchdog(log)),
+        began=known.begins == TRAINING,
         error_code=_whole(ours.get("error_code")),
         step=_whole(ours.get("step")),
         sections=open_sections,
@@ -127,6 +129,12 @@ def _mappings(value: Any, *names: str) -> tuple[dict[str, Any], ...]:
     return tuple(dict(item) for item in items if isinstance(item, Mapping) and all(name in item for name in names))
 
 
+TRAINING, NOTHING, ARGUMENTS = "training", "nothing", "arguments"
+_STARTS_THE_SCRIPT = re.compile(
+    r"(/resilience/_worker/__main__\.py|/(runpy|pkgutil)\.py|<frozen (runpy|pkgutil|importlib.*)>)$"
+)
+
+
 @dataclass(frozen=True)
 class _Words:
     """The rank's last words, from wherever it left them."""
@@ -135,6 +143,24 @@ class _Words:
     message: str = ""
     trace: str = ""
     ours: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def begins(self) -> str:
+        """How far the script got, as its frames tell.
+
+        NOTHING of it ran, where it can't be opened, found or compiled; it refused its ARGUMENTS; else it may have been TRAINING.
+        """
+        files = [str(frame["file"]) for frame in _mappings(self.ours.get("frames"), "file")]
+        if files and all(_STARTS_THE_SCRIPT.search(file) for file in files):
+            return NOTHING
+        refused = self.type == "SystemExit" and files and files[-1].endswith("/argparse.py")
+        return ARGUMENTS if refused else TRAINING
+
+    @property
+    def source(self) -> str:
+        """What led to the last exception, or that itself."""
+        chain = _mappings(self.ours.get("chain"), "type", "message")
+        return f"{chain[-1]['type']}: {chain[-1]['message']}" if len(chain) > 1 else self.message
 
     @classmethod
     def of(cls, error: Mapping[str, Any] | None, log: str, exit_code: int) -> _Words:
@@ -168,11 +194,19 @@ def _kind(exit_code: int, known: _Words, oom: str | None) -> tuple[str, str]:
     if exit_code < 0:
         return SIGNAL, f"ended by signal {-exit_code} ({signal_name(-exit_code)})"
     if short == "SystemExit":
-        text = f": {known.message}" if known.message and known.message != str(exit_code) else ""
-        return EXIT, f"ended with exit code {exit_code}{_hardware(exit_code)} (sys.exit{text})"
+        return EXIT, _exit_in_words(exit_code, known)
     if known.type:
         return EXCEPTION, said
     return EXIT, f"ended with exit code {exit_code}{_hardware(exit_code)}"
+
+
+def _exit_in_words(exit_code: int, known: _Words) -> str:
+    """Return the sentence for a script that ended itself, or could not be run."""
+    if known.begins != TRAINING:
+        why = f"it can't be run: {known.source}" if known.begins == NOTHING else "it refused its arguments"
+        return f"the script ended with exit code {exit_code} at its start: {why}"
+    text = f": {known.message}" if known.message and known.message != str(exit_code) else ""
+    return f"ended with exit code {exit_code}{_hardware(exit_code)} (sys.exit{text})"
 
 
 def _hardware(exit_code: int) -> str:

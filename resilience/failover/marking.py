@@ -22,7 +22,9 @@ import inspect
 import json
 import logging
 import os
+import secrets
 import signal
+import stat
 import subprocess
 import sys
 import threading
@@ -46,6 +48,7 @@ _DONE = 83  # no code that a monitor's own sys.exit has by chance: mark() has re
 _NO_TIME = "there was no time for an attempt"
 _LONGEST = 800
 _LEAVE_S = 2.0
+_PLAINLY = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe that nobody reads is an error
 TERMINATION_LOG = "/dev/termination-log"
 
 
@@ -260,14 +263,48 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def leave_message(fault: NodeFault, path: str | None) -> None:
-    """Write the termination message. ``path`` None: to a Kubernetes container's own place, where there is one."""
+    """Write the termination message. ``path`` None: to a Kubernetes container's own place, where there is one.
+
+    In a folder where others may write too (``/tmp``, mode 1733) nothing of theirs is written to, followed or waited for: the
+    message is then in a new file beside it, ``<path>.<random>``. A name that could be guessed could be taken before.
+    """
     target = Path(path or TERMINATION_LOG)
     if path is None and not (target.is_file() and os.access(target, os.W_OK)):
         return
     try:
-        target.write_text(fault.as_message(), encoding="utf-8")
+        fd = _open_shared(target) if _is_shared(target.parent) else os.open(target, _PLAINLY, 0o666)
+        with os.fdopen(fd, "wb") as file:
+            file.write(fault.as_message().encode())
     except OSError as error:
         _LOG.error("the termination message could not be written to %s: %s.", target, error.strerror or error)
+
+
+def _is_shared(folder: Path) -> bool:
+    mode = folder.stat().st_mode
+    return bool(mode & stat.S_ISVTX) and bool(mode & stat.S_IWOTH)
+
+
+def _open_shared(target: Path) -> int:
+    """Return a new file beside ``target``; or that, emptied, where it is a plain file of ours or root's, as a container's is."""
+    try:
+        fd = os.open(target, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return _new_beside(target)
+    try:
+        found = os.fstat(fd)
+        if stat.S_ISREG(found.st_mode) and found.st_uid in (0, os.geteuid()) and found.st_nlink == 1:
+            os.ftruncate(fd, 0)
+            return fd
+    except OSError:
+        os.close(fd)
+        raise
+    os.close(fd)
+    return _new_beside(target)
+
+
+def _new_beside(target: Path) -> int:
+    path = target.with_name(f"{target.name}.{secrets.token_hex(8)}")
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
 
 
 def main(verb: str, spec: str, told: Callable[[], str] = sys.stdin.read) -> int:

@@ -18,8 +18,8 @@ from resilience.failover.strategy import FailoverStrategy as Strategy
 class FailureState:
     """The only argument that a rule ever gets.
 
-    ``adopted``: the script calls us, so an unknown step means that none was made. ``echo``: what failed only fell over
-    another rank, as far as can be told.
+    ``adopted``: the script calls us, so an unknown step means that none was made. ``began``: it got so far that it may have
+    made one. ``echo``: what failed only fell over another rank, as far as can be told.
     """
 
     now: Past
@@ -27,6 +27,7 @@ class FailureState:
     max_restarts: int = 0
     max_node_restarts: int | None = None
     adopted: bool = False
+    began: bool = True
     error_code: int | None = None
     echo: bool = False
 
@@ -59,7 +60,7 @@ def same_failure_twice(state: FailureState) -> Decision | None:
         return None
     if state.now.kind == NODE:
         return None  # losing nodes is the infrastructure's doing, and another one may take over
-    if state.now.step is None and (state.now.kind == SIGNAL or not state.adopted):
+    if state.now.step is None and (state.now.kind == SIGNAL or (state.began and not state.adopted)):
         return None  # whether there was progress can't be known; the budget of restarts ends it
     if state.history.is_progress(state.now.step):
         return None

@@ -13,9 +13,8 @@ from typing import Any
 class FailoverStrategy(enum.Enum):
     """What follows a failure. The short names and the long ones mean the same."""
 
-    NORMAL_FAILOVER = (
-        "NORMAL_FAILOVER"  # the launcher's own rules decide; with nothing special about it: restart in place
-    )
+    # The launcher's own rules decide; with nothing special about it: restart in place.
+    NORMAL_FAILOVER = "NORMAL_FAILOVER"
     NODE_FAILOVER = "NODE_FAILOVER"  # the node leaves the job and is to be replaced
     GLOBAL_FAILOVER = "GLOBAL_FAILOVER"  # the workers of every node restart
     ABORTION_FAILOVER = "ABORTION_FAILOVER"  # the job ends, on every node

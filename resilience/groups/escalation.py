@@ -132,6 +132,19 @@ def paused(state: State, now: float) -> State:
     return dataclasses.replace(state, incidents=incidents)
 
 
+def not_ahead(state: State, now: float) -> State:
+    """Return it with no absence that is yet to begin: after a clock was set back nobody waits longer than the threshold."""
+    incidents = {
+        group: dataclasses.replace(
+            it,
+            absent={name: dataclasses.replace(one, since=min(one.since, now)) for name, one in it.absent.items()},
+            moved_at=None if it.moved_at is None else min(it.moved_at, now),
+        )
+        for group, it in state.incidents.items()
+    }
+    return dataclasses.replace(state, incidents=incidents)
+
+
 def due(state: State, rules: Rules, now: float, waiting: Mapping[str, str] | None = None) -> Sequence[Decision]:
     """Return what follows now, for each group that waits too long; nothing twice.
 

@@ -3,8 +3,8 @@
 A group has an index that stays when the group moves elsewhere, and a name, which is where it is now. Where there is an index, that
 is the group; where there is none, the name is.
 
-Sources: labels of a Kubernetes pod (:func:`from_labels`), and settings or the environment (:func:`given`). Others, such as Slurm's
-topology, are one more function that returns a :class:`Place`.
+Sources: labels of a Kubernetes pod (:func:`from_labels`), Slurm's topology (:func:`from_slurm`), and settings or the environment
+(:func:`given`). Others are one more function that returns a :class:`Place`.
 
 Rule: what can't be meant (an index beyond the number of groups, a word for a number) is an error that says so, never a guess.
 """
@@ -58,6 +58,20 @@ def from_labels(labels: Mapping[str, str]) -> Place:
     """Return where a pod's labels say it stands. Raises ``ConfigError`` for labels that can't be meant."""
     index = _number(labels, INDEX_LABEL)
     return Place(labels.get(NAME_LABEL, "").strip(), index, _number(labels, COUNT_LABEL))
+
+
+def from_slurm(variables: Mapping[str, str]) -> Place:
+    """Return where Slurm's topology says the node stands: below its last switch, or on its last block. Nowhere without a topology.
+
+    Slurm tells each task the way to its node (``top.left.n1``) and what the words of it are (``switch.switch.node``). The name of
+    the node is last, and may have dots in it.
+    """
+    kinds = variables.get("SLURM_TOPOLOGY_ADDR_PATTERN", "").split(".")
+    words = variables.get("SLURM_TOPOLOGY_ADDR", "").split(".", len(kinds) - 1)
+    if len(words) != len(kinds):
+        return NOWHERE
+    above = [word for kind, word in zip(kinds, words, strict=True) if kind in ("switch", "block")]
+    return Place(above[-1].strip()) if above else NOWHERE
 
 
 def given(name: str | None, index: int | None) -> Place:

@@ -30,7 +30,7 @@ from torch.distributed.elastic.multiprocessing import LogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
-from resilience import config
+from resilience import config, kin
 from resilience.failover import exits, sentence
 from resilience.failover.error_monitor import NodeFault, of_code
 from resilience.failover.history import History
@@ -52,6 +52,7 @@ from resilience.observe import report as reports
 
 _LOG = logging.getLogger("resilience.launcher")
 _BARRIER_MARGIN_S = 60.0
+_LAST_CALL_S = 2.0  # for what the link says last
 _MEETINGS = 5
 
 
@@ -73,6 +74,7 @@ class Agent(LocalElasticAgent):  # type: ignore[misc]  # torch is untyped here
         rendezvous_limit: float,
         fitness: Fitness | None = None,
         on_fault: Callable[[NodeFault], None] = lambda _: None,
+        first_cycle: int = 0,
         **options: Any,
     ) -> None:
         super().__init__(spec=spec, logs_specs=logs_specs, **options)
@@ -88,12 +90,13 @@ class Agent(LocalElasticAgent):  # type: ignore[misc]  # torch is untyped here
         self._on_fault = on_fault
         self._stop_grace = float(options["shutdown_timeout"])
         self.cycle = -1
+        self.first_cycle = first_cycle
         self.unstarted = 0  # cycles whose workers were never started: a node failed its check
         self.outcome: Outcome | None = None
         self._case = Cycle()
         self._link: Link | None = None
         self._vigil: Vigil | None = None
-        self._signals = Signals(hub.bell.set)
+        self._signals = Signals(hub.bell.ring)
         court.asked = lambda: self._signals.asked.name if self._signals.asked is not None else ""
         court.let_go = self._signals.end_if_asked
         loop_limit = max(hub.settings.launcher.store_silence_timeout, 2 * spec.monitor_interval + 10)
@@ -123,8 +126,14 @@ class Agent(LocalElasticAgent):  # type: ignore[misc]  # torch is untyped here
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._hub.prepare(self.cycle, [worker.global_rank for worker in worker_group.workers])
-        pids: dict[int, Any] = super()._start_workers(worker_group)
-        self._hub.attach(pids)
+        before = kin.descendants(os.getpid())
+        try:
+            pids: dict[int, Any] = super()._start_workers(worker_group)
+            self._hub.attach(pids)
+        except BaseException:
+            # By a signal: torch lets go of those that it had begun to start, and without the trampoline nobody else ends them.
+            kin.end_all_but(before)
+            raise
         self._coroner.begin(self._papers(worker_group, pids))
         self._signals.take()
         ranks = reports.ranks_in_words([worker.global_rank for worker in worker_group.workers])
@@ -137,7 +146,6 @@ class Agent(LocalElasticAgent):  # type: ignore[misc]  # torch is untyped here
         self._initialize_workers(group)
         while True:
             self._hub.bell.wait(group.spec.monitor_interval)
-            self._hub.bell.clear()
             self._watchdog.turn()
             assert self._vigil is not None
             with self._watchdog.phase("the verdict was not given", self._vigil.limit):
@@ -179,7 +187,7 @@ class Agent(LocalElasticAgent):  # type: ignore[misc]  # torch is untyped here
                 me,
                 world,
                 node=node,
-                cycle=self.cycle + 1,
+                cycle=max(self.cycle + 1, self.first_cycle),
                 learned=learned,
                 history=self._case.history,
             )
@@ -207,7 +215,6 @@ class Agent(LocalElasticAgent):  # type: ignore[misc]  # torch is untyped here
             signals=self._signals,
             poll=lambda: self._monitor_workers(worker_group),
             min_nodes=self._venue.min_nodes,
-            exit_timeout=self._exit_barrier_timeout,
         )
 
     def _all_fit(self, fitness: Fitness) -> bool:
@@ -248,6 +255,8 @@ class Agent(LocalElasticAgent):  # type: ignore[misc]  # torch is untyped here
     def close(self) -> None:
         """Stop the threads."""
         self._close_link()
+        if self._link is not None:
+            self._link.await_silence(_LAST_CALL_S)
         self._watchdog.close()
         self._coroner.close()
 
@@ -263,7 +272,9 @@ class Agent(LocalElasticAgent):  # type: ignore[misc]  # torch is untyped here
         self._venue.enact(verdict, verdict.get("whole_job", True))
         if "report" in verdict:
             report = verdict["report"]
-            self._publish({**report, "last": not _goes_on(order, leaves)})
+            speaks = reports.speaker([node.ranks for node in self._link.nodes], report["lost"])
+            aside = verdict.get("whole_job", True) and self._link.me != speaks
+            self._publish({**report, "last": not _goes_on(order, leaves), "aside": aside})
             self._end_ranks(hang=report["culprit"]["kind"] == "hang")
         if order["action"] == sentence.FINISHED:
             self.outcome = Outcome(order["exit_code"], order["detail"])

@@ -126,10 +126,8 @@ class StoreBoard(Alone):
                 self._store.set(f"beat/{self._me}", str(count))
                 beats = self._store.read([f"beat/{node}" for node in others])
                 now = time.monotonic()
-                paused, looked = (
-                    now - looked > 4 * every,
-                    now,
-                )  # we were stopped ourselves: everybody gets another chance
+                # We were stopped ourselves: everybody gets another chance.
+                paused, looked = now - looked > 4 * every, now
                 for node, beat in zip(others, beats, strict=True):
                     last, since = seen.get(node, ("", now))
                     seen[node] = (beat, now if paused or beat != last else since)

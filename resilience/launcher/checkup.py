@@ -33,7 +33,7 @@ from resilience.failover.marking import Marker, leave_message
 from resilience.launcher import lines
 from resilience.launcher.agreement import Node
 from resilience.launcher.boards import Alone, TimedStore, join, mute
-from resilience.launcher.cli import Parser, add_settings, settings_from
+from resilience.launcher.cli import Parser, add_settings, interrupted_at_once, settings_from
 from resilience.launcher.fitness import Result, consequences
 from resilience.launcher.watchdog import Watchdog
 from resilience.nodecheck import accelerators, pairing
@@ -142,7 +142,8 @@ class Party:
 
 def _check(args: Any, settings: Settings, crew: Crew) -> Result | int:
     """Come together, check, and say what was found; return what it means, or the exit code where there is no verdict."""
-    with config.told_to_ourselves("TORCH_CPP_LOG_LEVEL", "ERROR"):  # a store that is gone gives a page of C++ per call
+    # A store that is gone gives a page of C++ per call. The crew ends with this process, however it ends.
+    with interrupted_at_once(), config.told_to_ourselves("TORCH_CPP_LOG_LEVEL", "ERROR"):
         from torch.distributed.elastic.rendezvous import RendezvousError  # noqa: PLC0415
 
     store = TimedStore()

@@ -8,25 +8,32 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import logging
 import math
 import os
 import signal
 import sys
+import threading
+import time
 import uuid
-from collections.abc import Collection
-from typing import Any, NoReturn
+from collections.abc import Collection, Iterable, Iterator
+from pathlib import Path
+from typing import Any
 
-from resilience import config
+from resilience import command, config
 from resilience.config import ACCEPTED_WITHOUT_EFFECT, Settings
-from resilience.errors import ConfigError, UnsupportedPlatform, nearest
+from resilience.errors import ConfigError, UnsupportedPlatform
 from resilience.failover import exits
 from resilience.launcher import lines
 from resilience.values import show
 
 
-class Parser(argparse.ArgumentParser):
-    """A parser whose errors name the nearest flag."""
+class Parser(command.Parser):
+    """The launcher's: it takes abbreviations of torch's flags."""
+
+    def __init__(self, **more: Any) -> None:
+        super().__init__(allow_abbrev=True, **more)
 
     def _get_option_tuples(self, option_string: str) -> list[Any]:
         """Allow abbreviations of torch's flags, as torchrun does, and of none of ours.
@@ -37,14 +44,6 @@ class Parser(argparse.ArgumentParser):
         return [item for item in found if item[0].container is not self.ours]  # type: ignore[attr-defined]
 
     ours: Any = None
-
-    def error(self, message: str) -> NoReturn:
-        flags = [flag for action in self._actions for flag in action.option_strings]
-        for word in message.rpartition("unrecognized arguments:")[2].split():
-            if word.startswith("-"):
-                message += f".{nearest(word.partition('=')[0], flags)}"
-                break
-        super().error(message)
 
 
 def add_settings(parser: Parser, only: Collection[str] | None = None) -> None:
@@ -111,7 +110,8 @@ def main(argv: list[str]) -> int:
         raise UnsupportedPlatform(
             f"resilience run needs Linux (memfd, pidfd); this is {sys.platform}. The in-loop calls are no-ops here."
         )
-    with config.told_to_ourselves("TORCH_CPP_LOG_LEVEL", "ERROR"):  # a store that is gone gives a page of C++ per call
+    # A store that is gone gives a page of C++ per call.
+    with interrupted_at_once(), config.told_to_ourselves("TORCH_CPP_LOG_LEVEL", "ERROR"):
         from torch.distributed.run import get_args_parser  # noqa: PLC0415 - `resilience --help` and `config` need no torch
 
     _open_missing_streams()
@@ -128,22 +128,53 @@ def main(argv: list[str]) -> int:
         lines.start(settings.launcher.log_level)
         return _run(args, settings)
     except ConfigError as error:
-        sys.stderr.write(f"resilience run: {error}\n")
-        return 2
+        return _refused(error, exits.USAGE)
+
+
+def _refused(error: ConfigError, code: int) -> int:
+    """Say why nothing was started; return the exit code."""
+    sys.stderr.write(f"resilience run: {error}\n")
+    _leave_word(str(error))
+    return code
+
+
+def _leave_word(said: str) -> None:
+    """Tell whoever started this launcher, in the error file that it named, as torch does for what ends later."""
+    path = config.error_file()
+    if path:
+        told = {"message": {"message": said, "extraInfo": {"timestamp": str(int(time.time()))}}}
+        with contextlib.suppress(OSError):
+            Path(path).write_text(json.dumps(told), encoding="utf-8")
+
+
+@contextlib.contextmanager
+def interrupted_at_once() -> Iterator[None]:
+    """Have SIGINT end the process while something of torch's is imported: its C++ throws Python's KeyboardInterrupt away."""
+    before = signal.getsignal(signal.SIGINT)
+    ours = before is signal.default_int_handler and threading.current_thread() is threading.main_thread()
+    if ours:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        if ours:
+            signal.signal(signal.SIGINT, before)
 
 
 def _run(args: Any, settings: Settings) -> int:
-    import torch  # noqa: PLC0415
-    from torch.distributed.elastic.multiprocessing import SignalException  # noqa: PLC0415
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record  # noqa: PLC0415
-    from torch.distributed.elastic.rendezvous import (  # noqa: PLC0415
-        RendezvousConnectionError,
-        RendezvousError,
-        RendezvousTimeoutError,
-    )
+    with interrupted_at_once():
+        import torch  # noqa: PLC0415
+        from torch.distributed.elastic.multiprocessing import SignalException  # noqa: PLC0415
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record  # noqa: PLC0415
+        from torch.distributed.elastic.rendezvous import (  # noqa: PLC0415
+            RendezvousConnectionError,
+            RendezvousError,
+            RendezvousTimeoutError,
+        )
 
-    from resilience.launcher.launch import Session  # noqa: PLC0415
-    from resilience.launcher.meeting import NotWanted  # noqa: PLC0415
+        from resilience.launcher.launch import Session  # noqa: PLC0415
+        from resilience.launcher.meeting import NotWanted  # noqa: PLC0415
+        from resilience.launcher.rundir import DiskFault  # noqa: PLC0415
 
     log = logging.getLogger("resilience.launcher")
     # Its lines name whoever was ended last; the report names the culprit.
@@ -154,6 +185,8 @@ def _run(args: Any, settings: Settings) -> int:
     except NotWanted as error:
         log.error("%s This launcher ends with exit code %s.", error.outcome.why, error.outcome.exit_code)
         return error.outcome.exit_code
+    except DiskFault as error:  # it may have room again, elsewhere or later
+        return _refused(error, exits.FAILED)
     try:
         record(session.run)()  # torch's record: an outer launcher finds the first failure in its error file
     except ConfigError:  # an accelerator that only its own process could try
@@ -178,15 +211,28 @@ def _run(args: Any, settings: Settings) -> int:
         elif isinstance(error, (RendezvousConnectionError, RendezvousTimeoutError)):
             session.exit_code = exits.CUT_OFF
     finally:
-        for name in [
-            *args.signals_to_handle.split(","),
-            "SIGUSR1",
-            "SIGUSR2",
-        ]:  # one more must not stop the cleaning up
-            with contextlib.suppress(AttributeError, ValueError, OSError):
-                signal.signal(getattr(signal, name.strip()), signal.SIG_IGN)
+        _ignore([*args.signals_to_handle.split(","), "SIGUSR1", "SIGUSR2"])  # one more must not stop the cleaning up
         session.close()
+    _end_if_in_store(session.exit_code)
     return session.exit_code
+
+
+def _end_if_in_store(code: int) -> None:
+    """End this process at once where a thread is still in a call of torch's store. The interpreter would end that thread by
+    force, and torch's C++ abort the process for it: its exit code would say nothing of the job."""
+    from resilience.launcher.link import IN_STORE  # noqa: PLC0415 - needs torch
+
+    if any(thread.name.startswith(IN_STORE) for thread in threading.enumerate()):
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(code)
+
+
+def _ignore(signals: Iterable[str]) -> None:
+    for name in signals:
+        with contextlib.suppress(AttributeError, ValueError, OSError):
+            signal.signal(getattr(signal, name.strip()), signal.SIG_IGN)
 
 
 def _open_missing_streams() -> None:

@@ -59,11 +59,8 @@ class Coroner:
 
         One that raised first may end last: its exception is on its way through clean-up code. One that was caught is not.
         """
-        return {
-            int(witness["rank"]): 1
-            for witness in testimonies
-            if witness.get("in_flight") and recorded_at(self._last_words(witness))
-        }
+        last = {int(witness["rank"]): self._last_words(witness) for witness in testimonies if witness.get("in_flight")}
+        return {rank: code_to_come(error) for rank, error in last.items() if recorded_at(error)}
 
     def _last_words(self, witness: Mapping[str, Any], killed: bool = False) -> dict[str, Any] | None:
         """Return a rank's error file, unless it is of a child of the rank, or of something that the rank got over: there were
@@ -120,6 +117,13 @@ def recorded_at(error: Mapping[str, Any] | None) -> int:
     ours = (error or {}).get("resilience")
     told = ours.get("mono_ns") if isinstance(ours, dict) else None
     return told if isinstance(told, int) and not isinstance(told, bool) else 0
+
+
+def code_to_come(error: Mapping[str, Any] | None) -> int:
+    """Return the code that a process ends with once its recorded exception has left it: that of ``sys.exit(N)``, or Python's 1."""
+    ours = (error or {}).get("resilience")
+    told = str(ours.get("message")) if isinstance(ours, dict) and ours.get("type") == "SystemExit" else ""
+    return int(told) if told.isdecimal() and len(told) < 4 and 0 < int(told) < 256 else 1
 
 
 def torch_can_read(path: str) -> bool:

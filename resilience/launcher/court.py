@@ -194,6 +194,7 @@ class Court:
             max_restarts=self._max_restarts,
             max_node_restarts=self._settings.failover.max_node_restarts,
             adopted=any(node["adopted"] for node in said),
+            began=bool(own.get("began", True)),
             error_code=culprit.get("error_code"),
             echo=bool(own.get("echo")),
         )

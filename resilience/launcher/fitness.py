@@ -35,6 +35,7 @@ from resilience.nodecheck.pairing import Rule
 
 _LOG = logging.getLogger("resilience.launcher")
 _FREE_S = 10.0
+_LOOK_AT_IT = "Have the node looked at; `resilience nodecheck` on it, with the same --accelerator, repeats the check."
 STRANDED = "this rendezvous can't go on without it (one of --rdzv-backend=c10d could)"
 
 
@@ -190,7 +191,7 @@ def _report(
 ) -> dict[str, Any]:
     """Return the report of a start that did not happen, in the form of all reports."""
     worst = out[0]
-    rest = f"{STRANDED}, so the others end with {exits.CUT_OFF}" if fixed else "the others go on without, or wait"
+    rest = f"; {STRANDED}, so the others end with {exits.CUT_OFF}" if fixed else "; the others go on without, or wait"
     codes = {pairing.UNDECIDED: exits.CUT_OFF, pairing.VANISHED: None}
     leave = [
         f"node {item.node} ({nodes[item.node].title}) "
@@ -222,9 +223,12 @@ def _report(
         "culprit": culprit,
         "victims": [],
         "action": sentence.NODE,
-        "action_detail": f"no workers were started; {', '.join(leave)}; {rest}",
+        "action_detail": f"no workers were started; {', '.join(leave)}{rest if len(nodes) > 1 else ''}",
         "strategy": "",
-        "remedy": remedy.get(worst.state, "Have the node looked at; `resilience nodecheck` on it repeats the check."),
+        "remedy": remedy.get(
+            worst.state,
+            _LOOK_AT_IT,
+        ),
         "waiting": "",
         "failures": [],
         "lost": [],

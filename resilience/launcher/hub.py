@@ -24,6 +24,7 @@ from typing import Any
 
 from resilience.config import Settings
 from resilience.failover.sentence import SHUTDOWN_WORKLOAD
+from resilience.launcher.bell import Bell
 from resilience.launcher.brakes import Brakes
 from resilience.launcher.desk import Desk
 from resilience.launcher.learner import Learner
@@ -57,7 +58,7 @@ class Hub:
         self._limits_stale = False
         self._limits_sent = 0.0
         self._requests = 0
-        self.bell = threading.Event()  # rung when the agent has something to look at
+        self.bell = Bell()  # rung when the agent has something to look at
         self._resumed_ns = 0
         self._selector = selectors.DefaultSelector()
         self._wake_r, self._wake_w = socket.socketpair()
@@ -74,7 +75,7 @@ class Hub:
             posts=self._posts,
             learner=self.learner,
             learned=self._limits_changed,
-            requested=self.bell.set,
+            requested=self.bell.ring,
             saver=self._vault.address,
         )
         self._thread = threading.Thread(target=self._run, name="resilience-hub", daemon=True)
@@ -318,10 +319,10 @@ class Hub:
             self._limits_stale = True
         if op == "ended":
             post.ended_ns = time.monotonic_ns()
-            self.bell.set()
+            self.bell.ring()
         elif op == "hang":
             post.hang = message
-            self.bell.set()
+            self.bell.ring()
             self.learner.alarm(message["clock"], Limit(message["timeout"], message["source"], message["warmup"]))
         elif op == "warn":
             _LOG.warning(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -21,7 +22,8 @@ from torch.distributed.launcher.api import LaunchConfig
 
 from resilience import config
 from resilience.config import Settings
-from resilience.failover import exits, marking
+from resilience.failover import ends, exits, marking
+from resilience.failover import progress as progressing
 from resilience.failover.error_monitor import NodeFault
 from resilience.failover.extension import Extension
 from resilience.failover.failure import HARDWARE_CODES
@@ -33,6 +35,7 @@ from resilience.launcher.coroner import Coroner
 from resilience.launcher.court import Court
 from resilience.launcher.fitness import Fitness
 from resilience.launcher.hub import Hub
+from resilience.launcher.link import IN_STORE
 from resilience.launcher.logs import Console, CycleLogs
 from resilience.launcher.meeting import NotWanted
 from resilience.launcher.roster import Outcome
@@ -69,11 +72,8 @@ class Session:
         self.extension = Extension(path, timeout) if path else None
         nodes = job.settings.nodes
         self.marker = Marker(nodes.error_monitor, nodes.error_monitor_timeout)
-        try:
-            self.run_dir = rundir.make_run_dir(job.settings.launcher.run_dir, job.launch.run_id)
-            self.scratch = rundir.Scratch()
-        except rundir.DiskFault as error:
-            raise (self._unfit(str(error)) if nodes.network_check else error) from error
+        self.fault: NodeFault | None = None
+        self.run_dir, self.scratch = self._folders()
         self.fitness: Fitness | None = None
         try:
             self.fitness = self._fitness() if nodes.network_check else None
@@ -87,7 +87,26 @@ class Session:
         lines.speak_through(self.console.say)
         self.last_words: reports.Report | None = None
         self.agent: Agent | None = None
+        self.progress: progressing.Keeper | None = None
         self._prompt = Prompt(self.end_promptly)
+
+    def _folders(self) -> tuple[Path, rundir.Scratch]:
+        """Make the run's directory and the private one. A node whose own disk is at fault leaves word in one that was given.
+
+        The word is that it is unfit, whatever it ends with: it never trains, and another node may do better.
+        """
+        nodes, wanted = self.job.settings.nodes, self.job.settings.launcher.run_dir
+        made = ""
+        try:
+            self.run_dir = rundir.make_run_dir(wanted, self.job.launch.run_id)
+            made = wanted or ""
+            return self.run_dir, rundir.Scratch()
+        except rundir.DiskFault as error:
+            refusal = self._unfit(str(error)) if nodes.network_check else error
+            if made:
+                self.exit_code = exits.UNFIT
+                self._leave_word()
+            raise refusal from error
 
     def _unfit(self, why: str) -> NotWanted:
         """Report that this node can't even begin; there is no check to do it, and no other node to ask."""
@@ -111,6 +130,7 @@ class Session:
     def tell_of(self, fault: NodeFault) -> None:
         """Report that this node is faulty: to a controller that reads the termination message, and to the error monitor."""
         _LOG.error("node %s is faulty (%s): %s", fault.node, fault.reason, fault.message)
+        self.fault = fault
         marking.leave_message(fault, self.job.settings.nodes.termination_log)
         self.marker.tell(fault)
 
@@ -131,6 +151,9 @@ class Session:
         )
         _LOG.info("reports and logs: %s", self.run_dir)
         deadlines.announce(launch, settings)
+        if settings.launcher.run_dir is not None:  # else nobody knows where to look for it
+            self.progress = progressing.Keeper(self.run_dir, self._node, self.hub.step, self._cycle)
+            self._reserve_word()
         coroner = Coroner()
         if self.fitness is not None:
             self.fitness.load()
@@ -157,6 +180,7 @@ class Session:
             rendezvous_limit=deadlines.rendezvous_limit(launch),
             fitness=self.fitness,
             on_fault=self.tell_of,
+            first_cycle=self._first_cycle() if venue.has_roster else 0,
             start_method=launch.start_method,
             log_line_prefix_template=launch.log_line_prefix_template,
             shutdown_timeout=launch.shutdown_timeout,
@@ -187,7 +211,7 @@ class Session:
         if result is not None and result.is_failed() and result.failures:
             raise ChildFailedError(name=self.job.name, failures=result.failures)
         if self.exit_code == exits.FINISHED and result is not None:
-            restarts = max(0, agent.cycle - agent.unstarted)
+            restarts = max(0, agent.cycle - agent.first_cycle - agent.unstarted)
             ended = "enough nodes ended well, not this one" if agent.parked else "all workers ended with 0"
             _LOG.info("finished: %s, after %s restart%s.", ended, restarts, "s" * (restarts != 1))
 
@@ -239,13 +263,18 @@ class Session:
 
     def publish(self, report: reports.Report) -> None:
         """Keep a report and show it; the one that ends the job is shown last of all."""
-        last = report.pop("last", False)
+        last, aside = report.pop("last", False), report.pop("aside", False)
         try:
             self._keep(report)
+            if aside and self.job.settings.launcher.shared_console:
+                _LOG.error("%s", reports.as_line(report))
+                return
             if last:
                 self.last_words = report
             else:
                 self._show(report)
+        except SignalException:
+            raise
         except Exception:  # noqa: BLE001 - what workers leave may be odd; a report must not end the job
             _LOG.exception("the report of cycle %s could not be made", report.get("cycle"))
 
@@ -290,6 +319,8 @@ class Session:
             self.agent.close()
         if self.fitness is not None:
             self.fitness.close()
+        if self.progress is not None:
+            self.progress.close()
         self.hub.end_ranks(signal.SIGKILL, 0.0)
         self.scratch.remove()  # before the monitors go: they take it away if we are killed first
         self.hub.close()
@@ -302,13 +333,45 @@ class Session:
             meaning = exits.MEANINGS.get(self.exit_code) or HARDWARE_CODES.get(self.exit_code, "interrupted")
             _LOG.info("exit code %s: %s.", self.exit_code, meaning)
         _LOG.info("reports and logs: %s", self.run_dir)
+        self._leave_word()
         self._prompt.close()
         self.console.close()
+
+    @property
+    def _node(self) -> str:
+        return self.job.settings.failover.node_name or socket.gethostname()
+
+    def _first_cycle(self) -> int:
+        """Return the number after the last one in a directory that this job has used before: no log of it is overwritten."""
+        try:
+            return progressing.begun(self.run_dir) + 1
+        except OSError as error:
+            _LOG.warning(
+                "%s can't be looked into for earlier cycles (%s); they are counted from 0.", self.run_dir, error
+            )
+            return 0
+
+    def _cycle(self) -> int:
+        return self.agent.cycle if self.agent is not None else -1
+
+    def _reserve_word(self) -> None:
+        """Make sure that a disk which is full by then does not keep from others how this launcher ended."""
+        try:
+            ends.reserve(self.run_dir, self._node)
+        except OSError as error:
+            _LOG.warning("no room can be reserved in %s for how this node ends: %s.", self.run_dir, error.strerror)
+
+    def _leave_word(self) -> None:
+        """Write down how this launcher ends: what started it may hand on one exit code for all nodes."""
+        try:
+            ends.write(self.run_dir, ends.NodeEnd(self._node, self.exit_code, self.fault))
+        except OSError as error:
+            _LOG.warning("how this node ended can't be written to %s: %s.", self.run_dir, error.strerror or error)
 
 
 def leave_in_time(agent: Agent, limit: float) -> None:
     """Have the others know that we leave, if the store takes it in time; else they see that we are silent."""
-    leaving = threading.Thread(target=agent.leave, name="resilience-leave", daemon=True)
+    leaving = threading.Thread(target=agent.leave, name=f"{IN_STORE}-leave", daemon=True)
     leaving.start()
     leaving.join(limit)
 

@@ -24,6 +24,7 @@ from typing import Any
 
 from resilience.failover.restart_policy import FAILED, GONE, LEFT, RUNNING
 from resilience.launcher.agreement import Agreement
+from resilience.launcher.bell import Bell
 from resilience.launcher.hub import Hub
 from resilience.pulse.timeouts import to_json
 
@@ -34,6 +35,7 @@ _STORE_TIMEOUT_S = 10.0
 _STACK_BUDGET = 256 * 1024  # characters of stack per rank, shared by all nodes of the job
 _FAREWELL_S = 15.0
 _OWNER_SILENT_S = 5.0
+IN_STORE = "resilience-store"  # so begin the names of threads that call torch's store
 
 
 class Link:
@@ -69,8 +71,8 @@ class Link:
         self._state = RUNNING
         self._states: dict[int, str] = {me: RUNNING}
         self._stop = threading.Event()
-        self.bell = threading.Event()  # rung when there is something to look at
-        self._thread = threading.Thread(target=self._run, name="resilience-link", daemon=True)
+        self.bell = Bell()  # rung when there is something to look at
+        self._thread = threading.Thread(target=self._run, name=f"{IN_STORE}-link", daemon=True)
         if self._store is not None:
             self._thread.start()
 
@@ -83,6 +85,11 @@ class Link:
         """Stop talking. Does not wait for a store call that hangs."""
         self._stop.set()
 
+    def await_silence(self, timeout: float) -> None:
+        """Wait for a call that is under way, after :meth:`close`: nothing should be in the store while the process ends."""
+        if self._thread.is_alive():
+            self._thread.join(timeout)
+
     def silent_for(self) -> float:
         """Return for how many seconds the store has not answered us."""
         return 0.0 if self._store is None or self._stop.is_set() else time.monotonic() - self._answered
@@ -90,6 +97,11 @@ class Link:
     def lost_nodes(self) -> dict[int, str]:
         """Return the nodes whose launchers are silent, with a sentence each."""
         return dict(self._lost)
+
+    def miss(self, node: int, why: str) -> None:
+        """Hold another node for lost: somebody else knows it, though it has not been silent here for long enough."""
+        self._lost.setdefault(node, f"the launcher on {self.nodes[node].host} {why}")
+        self.bell.ring()
 
     def verdict(self) -> dict[str, Any] | None:
         """Return the verdict of this cycle, if one was given."""
@@ -117,7 +129,8 @@ class Link:
         """Return what the other nodes testify; nodes that do not answer in time are left out. ``hurry``: everybody ends anyway,
         so it need not be found out which of them are lost."""
         self.states(True)
-        others = [node for node in range(len(self.nodes)) if node != self.me and node not in self._lost]
+        away = {self.me, *self._lost, *self._took_leave()}
+        others = [node for node in range(len(self.nodes)) if node not in away]
         deadline = time.monotonic() + timeout
         found: list[dict[str, Any]] = []
         while others and time.monotonic() < deadline:
@@ -128,7 +141,7 @@ class Link:
                     others.remove(node)
             if others:
                 time.sleep(0.05)
-        silent = [] if hurry else self._without_pulse(others)
+        silent = [] if hurry else self.without_pulse(others)
         for node in others:
             host = self.nodes[node].host
             _LOG.warning("node %s (%s) did not testify within %g s.", node, host, timeout)
@@ -138,7 +151,7 @@ class Link:
                 )
         return found
 
-    def _without_pulse(self, nodes: list[int]) -> list[int]:
+    def without_pulse(self, nodes: list[int]) -> list[int]:
         """Return those of ``nodes`` whose counter stands still: they are not slow, they are gone."""
         if not nodes:
             return []
@@ -229,6 +242,9 @@ class Link:
                 return
             time.sleep(0.05)
 
+    def _took_leave(self) -> list[int]:
+        return [node for node, state in self._states.items() if state == GONE]
+
     def _read_states(self) -> None:
         nodes = range(len(self.nodes))
         texts = self._read_all([f"{self._prefix}state/{node}" for node in nodes], self._store)
@@ -238,7 +254,7 @@ class Link:
             if state == LEFT and node != self.me and node not in self._lost:
                 # It says so itself: nobody need wait for its silence, or for its testimony.
                 self._lost[node] = f"the launcher on {self.nodes[node].host} left the job"
-                self.bell.set()
+                self.bell.ring()
 
     # -- the thread -----------------------------------------------------------------------------------------------
 
@@ -270,12 +286,12 @@ class Link:
                 said = self._testify()
                 said["testimonies"] = [_short(item, len(self.nodes)) for item in said["testimonies"]]
                 self._write(f"testimony/{self.me}", json.dumps(said))
-                self.bell.set()
+                self.bell.ring()
         elif self._verdict is None:
             text = self._read("verdict")
             if text is not None:
                 self._verdict = json.loads(text)
-                self.bell.set()
+                self.bell.ring()
         if self._counter % 2 == 0:
             self._look_for_silence()
             self._read_states()
@@ -284,7 +300,7 @@ class Link:
             self._exchange()
 
     def _look_for_silence(self) -> None:
-        """Node 0 watches all others, all others watch node 0."""
+        """Node 0 watches all others, all others watch node 0. Who has taken leave is silent by right."""
         now = time.monotonic()
         self._looked_at, looked_at = now, self._looked_at
         limit = self._hub.settings.launcher.node_silence_timeout
@@ -295,10 +311,10 @@ class Link:
             if value != text or now - looked_at > 8 * _TICK_S:  # or we were stopped ourselves
                 since = now
             self._seen[node] = (text, since)
-            if now - since > limit and node not in self._lost:
+            if now - since > limit and node not in (*self._lost, *self._took_leave()):
                 self._lost[node] = f"the launcher on {self.nodes[node].host} has been silent for {now - since:.0f} s"
                 self._write(f"state/{node}", FAILED)  # so that those who do not watch it know too
-                self.bell.set()
+                self.bell.ring()
 
     def _read_all(self, keys: list[str], store: Any) -> list[bytes]:
         """Return several keys, empty where there is none; in one round trip once all are written."""

@@ -10,6 +10,7 @@ this launcher when it is not told for too long.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from collections.abc import Callable, Mapping
@@ -113,6 +114,8 @@ class Meeting(RendezvousHandler):  # type: ignore[misc]  # torch is untyped here
             if ended is not None and ended.exit_code == PREEMPTED and not self._arrived and self._all_gone():
                 _LOG.info("an earlier run of %s is over; this is the next one.", self._run_id)
                 self._update(lambda roster: rosters.arrive(rosters.reopen(roster), self.me, self._rules))
+            elif ended is not None and ended.exit_code != PREEMPTED and not self._arrived:
+                self._check_in(late=True)
             self._arrived = True
             self._wait_for_round(_Waiting(self._patience))
             store = self._round_table()
@@ -226,7 +229,7 @@ class Meeting(RendezvousHandler):  # type: ignore[misc]  # torch is untyped here
             people = {**roster.expected, **roster.members}
             silent = waiting.silent(people, self.me.id, self._pulses, self._patience.lost)
             if silent:
-                _LOG.warning("%s fell silent; its place is free.", ", ".join(silent))
+                _LOG.warning("%s fell silent; its place is free.", _names(people, silent))
                 self.depart(silent)
             self._say(
                 "this node waits for the next round of the job."
@@ -245,7 +248,7 @@ class Meeting(RendezvousHandler):  # type: ignore[misc]  # torch is untyped here
         people = {**roster.expected, **roster.members}
         silent = waiting.silent(people, self.me.id, self._pulses, self._patience.silence)
         if silent:
-            _LOG.warning("%s fell silent while the nodes came together; it is taken out.", ", ".join(silent))
+            _LOG.warning("%s fell silent while the nodes came together; it is taken out.", _names(people, silent))
             self.depart(silent)
         if waiting.since() > _PATIENT_S:
             absent = [member.name for key, member in roster.expected.items() if key not in roster.members]
@@ -282,8 +285,8 @@ class Meeting(RendezvousHandler):  # type: ignore[misc]  # torch is untyped here
             waiting.full_due = time.monotonic() + (_FULL_LOOK_S if first else 1.0 + len(everybody) / 500)
             self.look()
 
-    def _check_in(self) -> None:
-        """Raise when there is no part in the job for us."""
+    def _check_in(self, late: bool = False) -> None:
+        """Raise when there is no part in the job for us. ``late``: it was over before we came."""
         why = self.roster.excluded.get(self.me.name)
         if why is not None:
             if self.roster.place_of(self.me.id) != "outside":
@@ -293,6 +296,9 @@ class Meeting(RendezvousHandler):  # type: ignore[misc]  # torch is untyped here
             outcome = self.roster.outcome
             if self.me.id in self.roster.waiting:  # whoever holds the store waits until we have read it
                 self.depart([self.me.id])
+            if late:
+                hint = f"That was before this launcher came: for another run give another --rdzv-id than {self._run_id}"
+                outcome = dataclasses.replace(outcome, why=f"{outcome.why}. {hint}, or start the store anew")
             raise NotWanted(outcome)
 
     def _all_gone(self) -> bool:
@@ -379,3 +385,7 @@ class _Waiting:
             if node not in self._seen or self._seen[node][0] != value:
                 self._seen[node] = (value, now)
         return [node for node in others if now - self._seen[node][1] > limit]
+
+
+def _names(people: Mapping[str, Member], ids: list[str]) -> str:
+    return ", ".join(people[node].name for node in ids)

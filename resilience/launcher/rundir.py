@@ -10,6 +10,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import secrets
 import shutil
 import tempfile
 import time
@@ -57,16 +58,48 @@ def _refusal(error: OSError) -> type[ConfigError]:
 def _set_aside(path: Path, run_id: str) -> None:
     """Move what another job left in a directory that is used again into ``earlier/``: no report is ever overwritten by it.
 
-    Launchers of one job share its id, and so a directory on a shared file system.
+    Launchers of one job share its id, and so a directory on a shared file system. They come here at the same time: what one of them
+    has moved, or written since, is left alone by the others.
     """
     mark = path / "job"
-    if mark.exists() and mark.read_text(encoding="utf-8") != run_id:
-        earlier = path / "earlier" / time.strftime("%Y%m%d-%H%M%S", time.localtime(mark.stat().st_mtime))
+    found, written_at = _read_mark(mark)
+    if found == run_id:
+        return
+    if found:
+        earlier = path / "earlier" / time.strftime("%Y%m%d-%H%M%S", time.localtime(written_at))
         earlier.mkdir(parents=True, exist_ok=True)
-        for name in ("cycles", "logs"):
-            if (path / name).exists():
-                (path / name).rename(earlier / name)
-    mark.write_text(run_id, encoding="utf-8")
+        for name in ("cycles", "ends", "logs", "progress"):
+            if _read_mark(mark)[0] != run_id:
+                _move(path / name, earlier / name)
+    _write_mark(mark, run_id)
+
+
+def _move(path: Path, to: Path) -> None:
+    try:
+        path.rename(to)
+    except OSError as error:  # there was none; or another launcher was quicker, and what is there now is new
+        if error.errno not in (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST):
+            raise
+
+
+def _read_mark(mark: Path) -> tuple[str, float]:
+    """Return whose directory it is, and since when; empty where nobody's, or where it is just being written."""
+    try:
+        with mark.open(encoding="utf-8", errors="replace") as file:
+            return file.read(), os.fstat(file.fileno()).st_mtime
+    except FileNotFoundError:
+        return "", 0.0
+
+
+def _write_mark(mark: Path, run_id: str) -> None:
+    """Write it so that nobody ever reads a part of it."""
+    partial = mark.with_name(f".job.{secrets.token_hex(8)}")
+    try:
+        partial.write_text(run_id, encoding="utf-8")
+        partial.replace(mark)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
 
 
 def _state_folder() -> Path:

@@ -6,16 +6,17 @@ head node, and give its address as ``--rdzv-endpoint`` with ``--rdzv-conf=is_hos
 
 from __future__ import annotations
 
-import argparse
 import signal
 import socket
 import sys
 from datetime import timedelta
 
+from resilience.command import Parser
+
 
 def main(argv: list[str]) -> int:
     """Serve until SIGTERM or SIGINT."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="resilience store", description="Serve the rendezvous store of jobs, apart from the nodes that train."
     )
     parser.add_argument("--host", default=socket.gethostname(), help="name to announce (default: this host's)")

@@ -7,7 +7,7 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from resilience.launcher.roster import Member, Outcome, Roster, Rules
 
 _LOG = logging.getLogger("resilience.launcher")
 _LOOK_S = 0.5
+_READ_S = 5.0
 DEFAULT_PORT = 29400  # torch's
 
 
@@ -106,6 +107,12 @@ class Venue:
         """Return how many nodes wait to be let in."""
         return int(self.handler.num_nodes_waiting())
 
+    def departed(self, ids: Sequence[str]) -> list[int]:
+        """Return which of a round's launchers, by their place in ``ids``, had no part in the job any more when the roster was last
+        read."""
+        roster = self._meeting.roster if self._meeting is not None else Roster()
+        return [place for place, id_ in enumerate(ids) if id_ and id_ not in {**roster.expected, **roster.members}]
+
     def enact(self, verdict: Mapping[str, Any], whole_job: bool) -> None:
         """Write into the roster what a verdict means for it. Every node may do it: the second time changes nothing."""
         meeting = self._meeting
@@ -157,7 +164,7 @@ class Venue:
         """If this launcher holds the store that the others meet in, keep it until the job is over: they would be lost."""
         meeting = self._meeting
         if meeting is None or not self.hosts_the_store or not _anybody(meeting.look()):
-            return None
+            return
         _LOG.warning(
             "this node has left the job, but its launcher holds the rendezvous store: it stays, without workers, until the "
             "job is over. With `resilience store` on another host it could go."
@@ -166,7 +173,9 @@ class Venue:
             turn()
             roster = meeting.look()
             if roster.outcome is not None or not _anybody(roster):
-                return self.see_off_spares()
+                self.see_off_spares()
+                time.sleep(_READ_S * bool(roster.members))  # one of them is done: the others read here that all are
+                return
             time.sleep(_LOOK_S)
 
 

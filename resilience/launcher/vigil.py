@@ -28,6 +28,7 @@ from resilience.launcher.venue import Venue
 _LOG = logging.getLogger("resilience.launcher")
 _NOW_AND_THEN_S = 1.0
 _OFTEN_S = 0.25
+_LONG_S = 300.0
 _TAKEN = "stop/taken"
 
 
@@ -46,7 +47,6 @@ class Vigil:
         signals: Signals,
         poll: Callable[[], RunResult],
         min_nodes: int,
-        exit_timeout: float,
     ) -> None:
         self.link = link
         self.case = case
@@ -59,10 +59,10 @@ class Vigil:
         self._signals = signals
         self._poll = poll
         self._min_nodes = min_nodes
-        self._exit_timeout = exit_timeout
         self._settings: Settings = hub.settings
         self._policy = hub.settings.failover.restart_policy
         self._finished_at = 0.0
+        self._waits_long = False
         self._known_lost: set[int] = set()
         self._told: set[int] = set()
         self._newcomers_due = self._hear_due = 0.0
@@ -177,26 +177,32 @@ class Vigil:
     # -- the end ----------------------------------------------------------------------------------------------------
 
     def _how_it_stands(self) -> Verdict | None:
-        """Return the verdict that ends the job when there is nothing left to run."""
+        """Return the verdict that ends the job when there is nothing left to run. Until then a node that is done waits, as long as
+        the others give signs of life: without it they could not form again, and with the store's host they would be lost."""
         states = self.link.states()
         if self._policy == policies.MIN_HEALTHY:
             self._tell_of(states)
         now = policies.standing(states.values(), self._policy, self._min_nodes)
         if now == policies.RESTART and self._policy == policies.MIN_HEALTHY:
             return self._try_case()
-        everybody = now == policies.FINISHED
-        if not everybody:
-            if not self._finished_at or time.monotonic() - self._finished_at <= self._exit_timeout:
-                return None
-            running = [node for node, state in states.items() if state == policies.RUNNING]
-            _LOG.warning("nodes %s are not done after %g s; this node ends.", running, self._exit_timeout)
+        if now != policies.FINISHED:
+            self._say_who_is_late(states)
+            return None
         stopped = self._hub.brakes.stop_taken() or (self.stop.under_way and self.link.peek(_TAKEN) is not None)
         detail = f"all ranks stopped together ({self.stop.why})" if stopped else ""
         code = exits.PREEMPTED if stopped else exits.FINISHED
         own = exits.NODE_LEFT if self._excluded else code
         order = {"action": sentence.FINISHED, "detail": detail, "exit_code": own, "job_code": code}
         first = min(set(states) - set(self.link.lost_nodes()), default=self.link.me)
-        return {"sentence": order, "whole_job": everybody and self.link.me == first}
+        return {"sentence": order, "whole_job": self.link.me == first}
+
+    def _say_who_is_late(self, states: dict[int, str]) -> None:
+        """Say, once, which nodes this one waits for long after its own end."""
+        if self._waits_long or not self._finished_at or time.monotonic() - self._finished_at < _LONG_S:
+            return
+        self._waits_long = True
+        late = ", ".join(str(node) for node, state in states.items() if state == policies.RUNNING)
+        _LOG.info("this node has been done for %g s; it waits for node %s, where workers still run.", _LONG_S, late)
 
     def _tell_of(self, states: dict[int, str]) -> None:
         """Say which other nodes have failed while this one goes on."""
@@ -206,7 +212,8 @@ class Vigil:
         self._told |= failed
 
     def _newcomers(self) -> Verdict | None:
-        """Let nodes in that wait: all workers restart, which does not count."""
+        """Let nodes in that wait: all workers restart, which does not count. A node whose place another one has taken, while it was
+        stopped, ends its workers: two of one rank would write the same checkpoints."""
         quiet = self._finished_at or self.stop.under_way or self._policy == policies.MIN_HEALTHY
         if quiet or time.monotonic() < self._newcomers_due or (self._venue.has_roster and self.link.me != 0):
             return None
@@ -216,12 +223,30 @@ class Vigil:
         except RuntimeError as error:  # the link finds out whether the store is gone, and the watchdog acts
             _LOG.debug("the rendezvous store does not answer: %s", error)
             return None
-        if number == 0:
+        departed = self._venue.departed([node.id for node in self.link.nodes])
+        if self.link.me in departed:
+            _LOG.warning(
+                "this node was taken out of the job while it was silent: its workers end, and it waits for a place."
+            )
+        elif number == 0 or self._replaces_a_lost_node(departed):
             return None
-        _LOG.info("%s more node%s came: all workers are restarted, which does not count.", number, "s" * (number > 1))
+        else:
+            came = f"{number} more node{'s' * (number > 1)} came"
+            _LOG.info("%s: all workers are restarted, which does not count.", came)
         verdict: Verdict = {"sentence": {"action": sentence.RESTART, "detail": "a node came"}}
         if not self._venue.has_roster:
             return verdict
         if not self.link.raise_alarm({"cycle": self.case.number}):
             return None  # something happened meanwhile; the next turn looks at it
         return self.link.give_verdict(verdict)
+
+    def _replaces_a_lost_node(self, departed: list[int]) -> bool:
+        """Whether there is room because a node that waits was the first to miss one of ours: the next look tries that case.
+
+        One that left by itself has said so; one that was only stopped for a while lives, and is not to blame.
+        """
+        if departed:
+            self.link.states(fresh=True)
+            for node in self.link.without_pulse([node for node in departed if node not in self.link.lost_nodes()]):
+                self.link.miss(node, "gives no sign of life; a node that waits has its place")
+        return any(node in self.link.lost_nodes() for node in departed)

@@ -33,9 +33,8 @@ class Accelerator:
     type = ""  # torch's: torch.device(type)
     backend = ""  # torch.distributed's
     size = 4096  # of the square matrices of the GEMM
-    burst = (
-        20  # products in a row that are timed as one: a device needs less for one than a clock and a scheduler can tell
-    )
+    # Products in a row that are timed as one: a device needs less for one than a clock and a scheduler can tell.
+    burst = 20
     dtype = "float16"  # of the GEMM; small whole numbers are exact in it, so the product is either right or wrong
     gather_mib = 16  # what each device sends in the all-gather
 

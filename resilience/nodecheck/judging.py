@@ -18,13 +18,8 @@ from resilience.nodecheck import pairing
 from resilience.nodecheck.pairing import FAULTY, HEALTHY, STRAGGLER, UNDECIDED, VANISHED, Evidence, Rule
 
 _SHOWN = 32
-ODD = (
-    ValueError,
-    TypeError,
-    KeyError,
-    AttributeError,
-    RecursionError,
-)  # what reading another node's nonsense may raise
+# What reading another node's nonsense may raise.
+ODD = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
 CLOCK_S = 1.0  # clocks further apart than this are worth a word: they sign requests, and order logs
 
 

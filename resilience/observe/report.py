@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -103,6 +103,7 @@ def _own_words(failure: RankFailure, culprit: Mapping[str, Any]) -> dict[str, An
         "stack": failure.traceback or culprit["stack"],
         "exit_code": failure.exit_code,
         "error_code": failure.error_code,
+        "began": failure.began,
         "context": dict(failure.context),
         "chain": [dict(item) for item in failure.chain],
         "versions": dict(failure.versions),
@@ -123,6 +124,7 @@ def _timeline(failures: Sequence[RankFailure], first: RankFailure | None) -> lis
             "error_code": item.error_code,
             "signature": item.signature,
             "echo": item.echo,
+            "began": item.began,
             "after_s": round((item.at_ns - start) / 1e9, 6),
         }
         for item in sorted(failures, key=lambda item: item.at_ns)
@@ -201,6 +203,9 @@ def remedy(kind: str, culprit: Mapping[str, Any], hang: Mapping[str, Any] | None
     special = {
         "Have the device looked at; the node should not be used again before.": code in HARDWARE_CODES
         or culprit.get("error_code") in HARDWARE_CODES,
+        "The script can't take these arguments: the last lines of its log say which.": "refused its arguments"
+        in message,
+        "Nothing of the script has run: look at its name, its folder and its syntax.": not culprit.get("began", True),
         "The script ended itself: look at its call of sys.exit, and at its output before.": "(sys.exit" in message,
         "Nothing, if whoever ended that launcher meant it; a new one on that node may join again.": kind == "node"
         and "left the job" in message,
@@ -288,6 +293,24 @@ def as_text(report: Report, run_dir: str) -> str:
     width = 78
     title = f" cycle {report['cycle']} failed "
     return "\n".join([title.center(width, "="), *lines, "=" * width])
+
+
+def is_run(folder: Path) -> bool:
+    """Whether it is the directory of a run."""
+    return any((folder / name).is_dir() for name in ("cycles", "logs"))
+
+
+def as_line(report: Report) -> str:
+    """Return it in a line, for a log in which another node's launcher prints the block."""
+    culprit = report["culprit"]
+    who = f"rank {culprit['rank']} on {culprit['host']}" if culprit["rank"] is not None else culprit["host"]
+    message = culprit["message"].partition("\n")[0]
+    return f"cycle {report['cycle']} failed: {who}: {culprit['kind']}, {message}; {report['action_detail']}."
+
+
+def speaker(ranks: Sequence[Iterable[int]], lost: Iterable[int]) -> int:
+    """Return which node prints a report whole where all write to one log: the first that is not lost. ``ranks``: of each node."""
+    return next((node for node, own in enumerate(ranks) if not set(own) & set(lost)), 0)
 
 
 def _short(stack: list[str]) -> list[str]:

@@ -862,7 +862,7 @@ def test_file_that_ends_anywhere_or_goes_on_is_refused_and_named(home: Path, pri
     assert_none(wrong + _foreign)
 
 
-@pytest.mark.long
+@pytest.mark.rare
 @pytest.mark.usefixtures("little_memory", "one_thread")
 def test_damage_that_the_digests_do_not_show_gives_no_other_kind_of_error_either(home: Path, pristine: Tree) -> None:
     """As of a memory that was damaged before it was written: values may differ then, but nothing else happens."""

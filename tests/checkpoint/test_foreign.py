@@ -16,9 +16,8 @@ import resilience
 from resilience.checkpoint import cli, foreign
 from resilience.errors import CheckpointError
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:torch.distributed is disabled:UserWarning"
-)  # one process is what is meant
+# One process is what is meant.
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
 
 def trained(seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:

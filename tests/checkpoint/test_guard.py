@@ -177,9 +177,8 @@ def test_data_that_is_kept_is_tried_once_more_and_then_left_out(home: Path, capl
 
 
 def test_update_alone_can_be_left_out_where_a_gradient_scaler_looks_for_its_scale(home: Path) -> None:
-    training = Training(
-        Loader({0: math.inf, 13: math.nan}), nn.Linear(4, 1)
-    )  # nothing in it but what the update writes
+    # Nothing in it but what the update writes.
+    training = Training(Loader({0: math.inf, 13: math.nan}), nn.Linear(4, 1))
     guarded(home, training, on_nan="skip")
     assert training.steps == list(range(END))
     assert all(bool(parameter.isfinite().all()) for parameter in training.model.parameters())

@@ -620,9 +620,8 @@ def test_what_could_not_be_removed_is_tried_again_by_the_next_pruning(
         write(directory, step)
     for _ in range(2):  # the second time another one of the same step
         with monkeypatch.context() as patch:
-            patch.setattr(
-                shutil, "rmtree", lambda path, ignore_errors: None
-            )  # a file in it is open elsewhere, over NFS
+            # A file in it is open elsewhere, over NFS.
+            patch.setattr(shutil, "rmtree", lambda path, ignore_errors: None)
             assert [item.manifest.step for item in directory.prune(1)] == [1]
         assert list(directory.path.glob(".partial-gone-step-00000001*"))
         write(directory, 1)

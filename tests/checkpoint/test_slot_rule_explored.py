@@ -83,13 +83,13 @@ def find_deadlocks(worlds: Sequence[World], reached_from: list[list[int]], good:
     "limits",
     [
         Limits(ranks=2, slots=2, saves=5, crashes=0, saver_deaths=1, writes=2),
-        Limits(ranks=2, slots=2, saves=5, crashes=0, saver_deaths=0, failures=1),
-        Limits(ranks=2, slots=2, saves=4, crashes=1, saver_deaths=1),
-        Limits(ranks=2, slots=2, saves=3, crashes=2, saver_deaths=0, writes=0),
+        pytest.param(Limits(ranks=2, slots=2, saves=5, crashes=0, saver_deaths=0, failures=1), marks=pytest.mark.long),
+        pytest.param(Limits(ranks=2, slots=2, saves=4, crashes=1, saver_deaths=1), marks=pytest.mark.long),
+        pytest.param(Limits(ranks=2, slots=2, saves=3, crashes=2, saver_deaths=0, writes=0), marks=pytest.mark.long),
         Limits(ranks=2, slots=3, saves=5, crashes=0, saver_deaths=1),
-        Limits(ranks=2, slots=3, saves=4, crashes=1, saver_deaths=0),
+        pytest.param(Limits(ranks=2, slots=3, saves=4, crashes=1, saver_deaths=0), marks=pytest.mark.rare),
         Limits(ranks=2, slots=3, saves=3, crashes=1, saver_deaths=1),
-        Limits(ranks=3, slots=2, saves=3, crashes=0, saver_deaths=1),
+        pytest.param(Limits(ranks=3, slots=2, saves=3, crashes=0, saver_deaths=1), marks=pytest.mark.rare),
         Limits(ranks=3, slots=2, saves=2, crashes=1, saver_deaths=1, together=True),
         Limits(ranks=3, slots=2, saves=3, crashes=1, saver_deaths=0, writes=0, together=True),
     ],
@@ -106,8 +106,12 @@ def test_what_was_acknowledged_can_be_restored_in_every_state_and_there_is_alway
         Limits(ranks=2, slots=3, saves=3, crashes=0, saver_deaths=1, writes=0, sends=2),
         Limits(ranks=2, slots=3, saves=3, crashes=0, saver_deaths=0, writes=1, sends=1),
         Limits(ranks=2, slots=3, saves=3, crashes=1, saver_deaths=0, writes=0, sends=1, together=True),
-        Limits(ranks=2, slots=4, saves=4, crashes=0, saver_deaths=0, writes=0, sends=2),
-        Limits(ranks=2, slots=2, saves=4, crashes=0, saver_deaths=0, writes=0, sends=2),
+        pytest.param(
+            Limits(ranks=2, slots=4, saves=4, crashes=0, saver_deaths=0, writes=0, sends=2), marks=pytest.mark.rare
+        ),
+        pytest.param(
+            Limits(ranks=2, slots=2, saves=4, crashes=0, saver_deaths=0, writes=0, sends=2), marks=pytest.mark.long
+        ),
     ],
     ids=str,
 )

@@ -48,6 +48,18 @@ def from_us(kind: str, message: str, **parts: Any) -> dict[str, Any]:
     return {**from_torch(said), "resilience": ours}
 
 
+NO_FILE = {"type": "FileNotFoundError", "message": "no file 'trian.py'"}
+AT_ITS_START = [
+    {"file": "/venv/lib/python3.11/site-packages/resilience/_worker/__main__.py", "function": "main", "user": False},
+    {"file": "<frozen runpy>", "function": "_run_module_as_main", "user": False},
+]
+IN_ARGPARSE = [
+    *AT_ITS_START[:1],
+    {"file": "/job/train.py", "function": "<module>", "user": True},
+    {"file": "/usr/lib/python3.11/argparse.py", "function": "exit", "user": False},
+]
+
+
 def signature(kind: str, message: str, **parts: Any) -> str:
     return examine(0, 1, 5, error=from_us(kind, message, **parts)).signature
 
@@ -68,6 +80,24 @@ def signature(kind: str, message: str, **parts: Any) -> str:
         (1, from_us("SystemExit", "no data"), "exit", "ended with exit code 1 (sys.exit: no data)"),
         (255, from_us("SystemExit", "-1"), "exit", "ended with exit code 255 (sys.exit: -1)"),
         (201, from_us("SystemExit", "201"), "exit", "ended with exit code 201, driver error (sys.exit)"),
+        (
+            2,
+            from_us("SystemExit", "2", frames=AT_ITS_START, chain=[{"type": "SystemExit", "message": "2"}, NO_FILE]),
+            "exit",
+            "the script ended with exit code 2 at its start: it can't be run: FileNotFoundError: no file 'trian.py'",
+        ),
+        (
+            1,
+            from_us("SystemExit", "python: No module named x", frames=AT_ITS_START),
+            "exit",
+            "the script ended with exit code 1 at its start: it can't be run: python: No module named x",
+        ),
+        (
+            2,
+            from_us("SystemExit", "2", frames=IN_ARGPARSE),
+            "exit",
+            "the script ended with exit code 2 at its start: it refused its arguments",
+        ),
         (1, None, "exit", "ended with exit code 1"),
         (17, None, "exit", "ended with exit code 17"),
         (-9, None, "signal", "ended by signal 9 (SIGKILL)"),
@@ -515,6 +545,7 @@ FULL = RankFailure(
     traceback=TRACE,
     signature="a|b|c",
     echo=True,
+    began=False,
     error_code=17,
     step=41,
     sections=({"name": "load", "age_s": 1.5},),
@@ -673,3 +704,29 @@ def test_file_that_says_nothing_leaves_the_word_to_the_log(tmp_path: Path, text:
     path.write_text(text)
     failure = examine(0, 1, 5, error=read_error_file(str(path)), log=LOG)
     assert failure.message == "IndexError: index 7 is out of range"
+
+
+# -- how far it got -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("error", "began"),
+    [
+        (from_us("SystemExit", "2", frames=AT_ITS_START), False),
+        (from_us("SyntaxError", "invalid syntax (train.py, line 3)", frames=AT_ITS_START[:1]), False),
+        (from_us("SystemExit", "2", frames=IN_ARGPARSE), False),
+        (from_us("ArgumentError", "argument --lr", frames=IN_ARGPARSE), True),
+        (from_us("SystemExit", "2"), True),
+        (
+            from_us("ValueError", "bad batch", frames=[{"file": "/venv/lib/python3.11/site-packages/mine/train.py"}]),
+            True,
+        ),
+        (from_us("ValueError", "bad batch", frames=[]), True),
+        (from_torch("ValueError: bad batch"), True),
+        (None, True),
+    ],
+)
+def test_script_of_which_nothing_ran_is_told_from_one_that_may_have_trained(
+    error: dict[str, Any] | None, began: bool
+) -> None:
+    assert examine(0, 1, 5, error=error).began is began

@@ -247,6 +247,73 @@ def test_termination_message_is_read_back_as_it_was(tmp_path: Path) -> None:
     assert from_message(path.read_text()) == FAULT
 
 
+@pytest.fixture
+def shared(tmp_path: Path) -> Path:
+    folder = tmp_path / "faults"
+    folder.mkdir()
+    folder.chmod(0o1777)
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["link", "dangling link", "hard link", "pipe", "folder"])
+@pytest.mark.timeout(30)
+def test_termination_message_in_a_folder_of_all_touches_nothing_that_others_put_there(shared: Path, kind: str) -> None:
+    mine = shared.parent / "mine"
+    mine.write_text("precious")
+    path = shared / "7"
+    if kind == "link":
+        path.symlink_to(mine)
+    elif kind == "dangling link":
+        path.symlink_to(shared.parent / "new")
+    elif kind == "hard link":
+        path.hardlink_to(mine)
+    elif kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.mkdir()
+    leave_message(FAULT, str(path))
+    assert mine.read_text() == "precious"
+    assert not (shared.parent / "new").exists()
+    (found,) = shared.glob("7.*")
+    assert from_message(found.read_text()) == FAULT
+    assert found.stat().st_mode & 0o777 == 0o600
+
+
+def test_termination_message_in_a_folder_of_all_is_not_written_to_another_users_file(
+    shared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, us = shared / "7", os.geteuid()
+    path.write_text("theirs")
+    if us == 0:
+        os.chown(path, 65534, -1)
+    else:  # nobody else's file can be made: then it is us who are somebody else
+        monkeypatch.setattr(os, "geteuid", lambda: us + 1)
+    leave_message(FAULT, str(path))
+    assert path.read_text() == "theirs"
+    (found,) = shared.glob("7.*")
+    assert from_message(found.read_text()) == FAULT
+
+
+@pytest.mark.timeout(30)
+def test_pipe_in_place_of_the_termination_log_holds_nobody_up(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    os.mkfifo(tmp_path / "log")
+    monkeypatch.setattr(logging.getLogger("resilience"), "propagate", True)
+    with caplog.at_level(logging.ERROR):
+        leave_message(FAULT, str(tmp_path / "log"))
+    assert "could not be written" in caplog.text
+
+
+def test_plain_file_of_ours_is_written_in_place_wherever_it_is(shared: Path) -> None:
+    for path in (shared / "log", shared.parent / "log"):
+        path.write_text("x" * 10000)
+        number = path.stat().st_ino
+        leave_message(FAULT, str(path))
+        assert from_message(path.read_text()) == FAULT
+        assert path.stat().st_ino == number, "a container's is a mount: nothing can take its place"
+
+
 def test_without_kubernetes_nothing_is_written() -> None:
     if Path("/dev/termination-log").exists():
         pytest.skip("this is a container of Kubernetes: left out is what happens elsewhere")

@@ -57,6 +57,16 @@ def raised(message: str, kind: str = "ValueError", line: int = 30) -> RankFailur
     return examine(0, 1, 0, log=log)
 
 
+# -- a script that never began ------------------------------------------------------------------------------------------
+
+
+def test_script_that_never_began_is_not_tried_a_third_time_though_it_tells_no_step() -> None:
+    twice = failed(kind=EXIT, signature="exit 2|", exit_code=2, step=None)
+    assert decide(state(twice, twice, adopted=False, began=False)).strategy is Strategy.ABORTION_FAILOVER
+    assert decide(state(twice, twice, adopted=False)).strategy is Strategy.NORMAL_FAILOVER
+    assert decide(state(twice, adopted=False, began=False)).strategy is Strategy.NORMAL_FAILOVER
+
+
 # -- a broken device --------------------------------------------------------------------------------------------------
 
 

@@ -56,12 +56,12 @@ def two_nodes(folder: Path, strategy: str, nnodes: str = "2") -> Iterator[Fleet]
     (folder / "always.py").write_text(EXTENSION)
     options = [
         "--max-restarts=100",
-        "--ft-rank-section-timeouts=step:1.5",
+        "--ft-rank-section-timeouts=step:3",
         "--ft-testimony-timeout=2",
         "--ft-node-silence-timeout=3",
         "--dynamic-failover-extension=always::Always",
     ]
-    with Fleet(folder, nnodes, options, [str(WORKLOADS / "fleet.py"), "1000000"]) as it:
+    with Fleet(folder, nnodes, options, [str(WORKLOADS / "fleet.py"), "1000000"], together=2) as it:
         it.env = {"PYTHONPATH": str(folder), "STRATEGY": strategy}
         for _ in range(2):
             it.add()
@@ -87,8 +87,7 @@ def expect_report(node: Job, cycle: int, kind: Kind, strategy: str, action: str)
     assert report["action_detail"] in block
 
 
-@LONG
-@pytest.mark.parametrize("strategy", ["NORMAL", "GLOBAL"])
+@pytest.mark.parametrize("strategy", [pytest.param("NORMAL", marks=LONG), pytest.param("GLOBAL", marks=RARE)])
 def test_every_kind_restarts_all_workers(tmp_path: Path, strategy: str) -> None:
     """One after the other in one job: after each, the next one is handled like the first."""
     kinds = [kind for kind in KINDS if strategy == "GLOBAL" or kind.order != "exit 201"]
@@ -130,7 +129,7 @@ def test_every_kind_makes_its_node_leave_and_another_one_take_its_place(tmp_path
 @pytest.mark.parametrize(
     "kind",
     [
-        pytest.param(kind, id=name, marks=RARE if name in ("exit-3", "kill-SIGKILL", "memory") else LONG)
+        pytest.param(kind, id=name, marks=LONG if name in ("raise-bad-batch", "launcher") else RARE)
         for kind, name in zip(KINDS, IDS, strict=True)
     ],
 )

@@ -60,7 +60,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     [
         ("kill", "blocking"),
         pytest.param("kill", "overlap", marks=pytest.mark.long),
-        pytest.param("raise", "blocking", marks=pytest.mark.long),
+        pytest.param("raise", "blocking", marks=pytest.mark.rare),
     ],
 )
 def test_ddp_training_with_a_fault_ends_bit_for_bit_like_one_without(
@@ -75,6 +75,7 @@ def test_ddp_training_with_a_fault_ends_bit_for_bit_like_one_without(
         it.assert_nothing_left()
 
 
+@pytest.mark.long
 def test_ddp_training_goes_on_from_disk_in_a_new_job_bit_for_bit(tmp_path: Path, undisturbed: list[str]) -> None:
     script = str(WORKLOADS / "ddp_flash.py")
     with job(tmp_path / "a", TWO, [script, str(tmp_path / "ck"), "11"]) as it:
@@ -86,13 +87,15 @@ def test_ddp_training_goes_on_from_disk_in_a_new_job_bit_for_bit(tmp_path: Path,
         assert finals(it) == undisturbed
 
 
+@pytest.mark.long
 def test_plain_torchrun_gives_the_same_and_leaves_no_saver(tmp_path: Path, undisturbed: list[str]) -> None:
     progress = tmp_path / "progress"
     progress.mkdir()
     environment = {**os.environ, "PROGRESS": str(progress), "OMP_NUM_THREADS": "1"}
     environment |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # without it torchrun's restarts fail on stale keys
     script = [str(WORKLOADS / "ddp_flash.py"), str(tmp_path / "ck"), "24", "kill", "1", "13"]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=2", *script]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=2"]
+    command += [f"--log-dir={tmp_path / 'logs'}", *script]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=150, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     assert [(progress / f"final_{rank}").read_text() for rank in range(2)] == undisturbed
@@ -182,7 +185,7 @@ def test_rank_that_took_leave_without_saving_is_not_waited_for(tmp_path: Path) -
         assert steps_on_disk(tmp_path / "ck") == []
 
 
-@pytest.mark.long
+@pytest.mark.rare
 def test_rank_that_does_not_save_is_named(tmp_path: Path) -> None:
     script = [str(WORKLOADS / "one_saves.py"), str(tmp_path / "ck"), "45"]
     with job(tmp_path, TWO, script) as it:

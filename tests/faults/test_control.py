@@ -87,17 +87,18 @@ def test_shutdown_is_stronger_than_exclusion_and_its_report_blames_nobody_else(t
             node.order(f"control {action}", rank)
         code = node.wait()
         report = node.report(0)
-        assert (code, report["action"]) in ((78, "shutdown"), (76, "node")), (
-            it.logs()
-        )  # the first may be acted on already
+        # The first may be acted on already.
+        assert (code, report["action"]) in ((78, "shutdown"), (76, "node")), it.logs()
         assert report["victims"] == []
 
 
 def test_shutdown_goes_before_a_stop_that_is_under_way(tmp_path: Path) -> None:
     with training(tmp_path, 1, "1", "--nproc-per-node=2", "--ft-stop-grace=60") as it:
         node = it.nodes[0]
-        node.order("hang", 0)  # so that the stop stays under way
-        wait_for(lambda: any("obeys-hang" in note for note in node.notes(0)), "rank 0 to hang")
+        # So that the stop stays under way, and rank 1 does not leave alone.
+        for rank, what in enumerate(("hang", "deaf")):
+            node.order(what, rank)
+            node.await_note(rank, f"obeys-{what}")
         os.kill(node.pid, signal.SIGTERM)
         wait_for(lambda: "a stop is asked for" in node.log(), "the stop")
         node.order("control ShutdownWorkload", 1)

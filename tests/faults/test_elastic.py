@@ -18,11 +18,11 @@ pytestmark = pytest.mark.spawns
 
 
 @contextmanager
-def job(folder: Path, steps: int, *, ranks: int = 1, **env: str) -> Iterator[Fleet]:
+def job(folder: Path, steps: int, *, together: int = 0, **env: str) -> Iterator[Fleet]:
     """A job of one node or two, with nothing that belongs to single ranks, and a store that none of them keeps. It goes on until
     a node comes or goes, and then so many ``steps`` more."""
-    options = [*OPTIONS, f"--nproc-per-node={ranks}"]
-    with serving() as port, Fleet(folder, "1:2", options, [SNAPSHOTS, str(folder / "ck"), str(steps)], port=port) as it:
+    script = [SNAPSHOTS, str(folder / "ck"), str(steps)]
+    with serving() as port, Fleet(folder, "1:2", OPTIONS, script, port=port, together=together) as it:
         it.env = {"ELASTIC": "1", "DT": "0.04", **env}
         yield it
 
@@ -45,14 +45,15 @@ def test_rank_0_that_moves_to_a_new_node_has_the_directory_from_the_old_one(tmp_
         assert (newest.step, newest.world) == (restored(it)[0] + 20, 2)
 
 
-@pytest.mark.parametrize("lost", [0, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.parametrize("lost", [0, pytest.param(1, marks=pytest.mark.rare)])
 def test_node_that_is_left_goes_on_from_its_memory_where_all_of_it_is_there(tmp_path: Path, lost: int) -> None:
     """What DDP's ranks have in common is whole on every node; nothing was ever on disk."""
-    with job(tmp_path, 20, DISK_EVERY=NEVER) as it:
+    with job(tmp_path, 20, together=2, DISK_EVERY=NEVER) as it:
         for place in range(2):
             it.add(env={"GROUP_RANK": str(place)})
         for node in it.nodes:
             node.await_steps(0, 10)
+        wait_for(lambda: noted("complete-", *it.nodes), "a snapshot to be complete")
         gone = it.nodes.pop(lost)
         done = max(step for _, step in noted("complete-", gone, *it.nodes))
         kill(*gone.family())
@@ -65,9 +66,9 @@ def test_node_that_is_left_goes_on_from_its_memory_where_all_of_it_is_there(tmp_
         assert (last.manifest.step, last.manifest.world) == (step + 20, 1)
 
 
-@pytest.mark.parametrize("lost", [pytest.param(0, marks=pytest.mark.long), 1])
+@pytest.mark.parametrize("lost", [pytest.param(0, marks=pytest.mark.rare), 1])
 def test_shards_of_a_lost_node_are_found_in_the_copies_that_are_here(tmp_path: Path, lost: int) -> None:
-    with job(tmp_path, 20, MODE="fsdp2", REPLICAS="1", DISK_EVERY=NEVER) as it:
+    with job(tmp_path, 20, together=2, MODE="fsdp2", REPLICAS="1", DISK_EVERY=NEVER) as it:
         for place in range(2):
             it.add(env={"GROUP_RANK": str(place)})
         await_replicated(it)
@@ -80,7 +81,7 @@ def test_shards_of_a_lost_node_are_found_in_the_copies_that_are_here(tmp_path: P
         assert not noted("BAD-", *it.nodes), it.logs()
 
 
-@pytest.mark.long
+@pytest.mark.rare
 def test_memory_of_ranks_that_live_elsewhere_now_is_given_back(tmp_path: Path) -> None:
     with job(tmp_path, 60) as it:
         first = it.add(env={"GROUP_RANK": "1"})
@@ -105,19 +106,20 @@ def snapshot_memory(node: Job) -> int:
     return len(found)
 
 
-@pytest.mark.parametrize("place", ["0", pytest.param("1", marks=pytest.mark.long)])
+@pytest.mark.parametrize("place", ["0", pytest.param("1", marks=pytest.mark.rare)])
+@pytest.mark.long
 def test_copies_are_made_as_soon_as_a_second_node_comes(tmp_path: Path, place: str) -> None:
-    with job(tmp_path, 60, REPLICAS="1") as it:
+    with job(tmp_path, 150, REPLICAS="1") as it:
         it.add(env={"GROUP_RANK": "1" if place == "0" else "0"}).await_steps(0)
         it.add(env={"GROUP_RANK": place})
         end(it)
         assert {rank for rank, _ in noted("replicated-", *it.nodes)} == {0, 1}, it.logs()
 
 
-@pytest.mark.long
+@pytest.mark.rare
 def test_write_that_a_lost_node_was_part_of_does_not_fail_those_that_went_on(tmp_path: Path) -> None:
     """Not when it is given up either, which is a while later."""
-    with job(tmp_path, 500, DISK_EVERY=NEVER, DT="0.05") as it:
+    with job(tmp_path, 500, together=2, DISK_EVERY=NEVER, DT="0.05") as it:
         for place in range(2):
             it.add(env={"GROUP_RANK": str(place)})
         for node in it.nodes:

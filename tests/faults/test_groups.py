@@ -20,6 +20,7 @@ def rack(name: str, index: int) -> dict[str, str]:
     return {"RESILIENCE_NODE_GROUP": name, "RESILIENCE_NODE_GROUP_INDEX": str(index)}
 
 
+@pytest.mark.long
 def test_node_from_another_rack_takes_the_ranks_of_the_lost_one_and_no_group_is_torn_apart(tmp_path: Path) -> None:
     with serving() as port, Fleet(tmp_path, "3", OPTIONS, FLEET, port=port) as it:
         second, lost, third = (

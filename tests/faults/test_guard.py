@@ -34,8 +34,8 @@ def without(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 @pytest.mark.parametrize(
     ("bad", "mode"),
     [
-        pytest.param("nan 1 13", "blocking", marks=pytest.mark.long),
-        pytest.param("spike 0 13", "overlap", marks=pytest.mark.long),
+        pytest.param("nan 1 13", "blocking", marks=pytest.mark.rare),
+        pytest.param("spike 0 13", "overlap", marks=pytest.mark.rare),
         pytest.param("nan 1 13", "overlap", marks=pytest.mark.rare),
         pytest.param("spike 0 13", "blocking", marks=pytest.mark.rare),
     ],
@@ -53,8 +53,9 @@ def test_bad_batch_of_one_rank_is_undone_on_both_bit_for_bit(
 
 
 @pytest.mark.parametrize(
-    ("when", "mode"), [("during", "overlap"), pytest.param("after", "blocking", marks=pytest.mark.long)]
+    ("when", "mode"), [("during", "overlap"), pytest.param("after", "blocking", marks=pytest.mark.rare)]
 )
+@pytest.mark.long
 def test_rank_that_is_killed_in_a_rollback_is_restarted_and_all_is_undone_once_more(
     tmp_path: Path, without: list[str], when: str, mode: str
 ) -> None:

@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 
 from resilience.failover import exits
-from tests.jobs import Job, alive, job, train, wait_for
+from tests.jobs import WORKLOADS, Job, alive, job, train, wait_for
 
 pytestmark = pytest.mark.spawns
 TWO = ["--nproc-per-node=2", "--max-restarts=1"]
 FOREVER = 100_000
+UNTIL_TOLD = [str(WORKLOADS / "fleet.py"), str(FOREVER)]
 
 
 def pids(it: Job) -> list[int]:
@@ -26,8 +27,9 @@ def steps_of(it: Job, rank: int = 0) -> list[float]:
 
 
 def pace(times: list[float]) -> float:
+    """The time of a step that nothing else on this machine held up."""
     gaps = sorted(later - earlier for earlier, later in itertools.pairwise(times))
-    return gaps[len(gaps) // 2]
+    return gaps[len(gaps) // 10]
 
 
 def test_a_killed_monitor_costs_nothing_and_its_successor_finds_the_next_hang(tmp_path: Path) -> None:
@@ -47,12 +49,14 @@ def test_a_killed_monitor_costs_nothing_and_its_successor_finds_the_next_hang(tm
 
 @pytest.mark.parametrize("who", ["monitors", "launcher"])
 def test_training_goes_on_at_full_speed_while_we_are_stopped(tmp_path: Path, who: str) -> None:
-    with job(tmp_path, TWO, train(600), env={"DT": "0.005"}) as it:
+    with job(tmp_path, TWO, UNTIL_TOLD, env={"DT": "0.005"}) as it:
         it.await_note(0, "step-200")
         stopped = it.monitors() if who == "monitors" else [it.pid]
         for pid in stopped:
             os.kill(pid, signal.SIGSTOP)
         before = len(steps_of(it))
+        wait_for(lambda: len(steps_of(it)) > before + 300, "steps without us")
+        (it.progress / "finish").touch()
         it.await_note(0, "end")
         it.await_note(1, "end")
         assert all(state(pid) == "T" for pid in stopped if alive(pid))
@@ -70,10 +74,11 @@ def state(pid: int) -> str:
 
 
 def test_a_job_ends_although_its_monitors_are_stopped(tmp_path: Path) -> None:
-    with job(tmp_path, TWO, train(30)) as it:
+    with job(tmp_path, TWO, UNTIL_TOLD) as it:
         pids(it)
         for pid in it.monitors():
             os.kill(pid, signal.SIGSTOP)
+        (it.progress / "finish").touch()
         assert it.wait() == 0
         it.assert_nothing_left()
 
@@ -137,6 +142,14 @@ def test_a_signal_to_the_launcher_ends_the_job_in_order(tmp_path: Path, number: 
         assert "/_worker/" not in it.log()
 
 
+def test_ranks_without_a_trampoline_do_not_outlive_a_signal_that_comes_while_they_are_started(tmp_path: Path) -> None:
+    with job(tmp_path, ["--nproc-per-node=6", "--no-python"], ["sleep", "600"]) as it:
+        wait_for((it.run_dir / "logs" / "cycle_0" / "rank_5").exists, "the last rank's log")
+        os.kill(it.pid, signal.SIGTERM)
+        it.wait()
+        it.assert_nothing_left()
+
+
 def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
     script = [str(Path(__file__).parent.parent / "workloads" / "ignores_sigterm.py")]
     with job(tmp_path, TWO, script) as it:
@@ -172,7 +185,7 @@ def test_restarts_that_are_used_up_end_the_job(tmp_path: Path) -> None:
 def test_learned_timeouts_survive_a_restart(tmp_path: Path) -> None:
     """Cycle 0 learns and dies; cycle 1 hangs before it could learn by itself, and is found."""
     script = [str(Path(__file__).parent.parent / "workloads" / "hangs_early_in_cycle_1.py")]
-    options = ["--nproc-per-node=2", "--max-restarts=2", "--ft-learned-timeout-floor=1.5"]
+    options = ["--nproc-per-node=2", "--max-restarts=2", "--ft-learned-timeout-floor=3"]
     with job(tmp_path, options, script) as it:
         assert it.wait() == 0, it.log()
         culprit = it.report(1)["culprit"]

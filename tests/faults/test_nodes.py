@@ -27,7 +27,8 @@ def nodes(folder: Path, count: int, options: list[str], script: list[str]) -> It
 
 @pytest.mark.parametrize(("fault", "kind"), [("kill", "signal"), pytest.param("hang", "hang", marks=pytest.mark.long)])
 def test_a_fault_on_one_node_is_reported_alike_on_both_and_both_restart(tmp_path: Path, fault: str, kind: str) -> None:
-    options = ["--max-restarts=2", "--ft-rank-section-timeouts=load:2"]
+    shared = kind == "signal"  # the console
+    options = ["--max-restarts=2", "--ft-rank-section-timeouts=load:2", f"--ft-shared-console={str(shared).lower()}"]
     with nodes(tmp_path, 2, options, [SCRIPT, "40", fault, "10"]) as both:
         assert [it.wait() for it in both] == [0, 0], both[0].log() + both[1].log()
         first, second = (it.report(0) for it in both)
@@ -38,14 +39,17 @@ def test_a_fault_on_one_node_is_reported_alike_on_both_and_both_restart(tmp_path
         stacks = {item["rank"]: item["stack"] for item in first["ranks"]}
         assert stacks[0]
         assert kind == "signal" or "two_nodes.py" in stacks[0]  # after a death the victim may be on its way out already
+        blocks = [" cycle 0 failed ====" in it.log() for it in both]
+        assert blocks == [True, not shared]
+        assert ("cycle 0 failed: rank 1 on " in both[1].log()) is shared
         for it in both:
             assert set(re.findall(r"^\[c(\d+) n", it.log(), re.MULTILINE)) <= {"0", "1"}
-            assert "cycle 0 failed" in it.log()
             it.assert_nothing_left()
         totals = [note[1] for it in both for rank in range(2) for note in it.notes(rank) if note[1].startswith("total")]
         assert totals == ["total-80", "total-80"]
 
 
+@pytest.mark.long
 def test_what_one_node_learned_holds_on_the_other(tmp_path: Path) -> None:
     """Both launchers answer with the same samples for a section that only the other node's rank is slow in."""
     with nodes(tmp_path, 2, [], [str(WORKLOADS / "learns.py")]) as both:

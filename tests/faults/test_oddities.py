@@ -38,7 +38,8 @@ def test_a_hung_rank_that_leaves_with_0_at_our_signal_is_no_success(tmp_path: Pa
         it.await_note(0, "end", cycle=1)
 
 
-@pytest.mark.parametrize("seconds", [6, pytest.param(18, marks=pytest.mark.long)])
+@pytest.mark.parametrize("seconds", [6, pytest.param(18, marks=pytest.mark.rare)])
+@pytest.mark.long
 def test_a_job_that_is_frozen_as_a_whole_and_thawed_goes_on(tmp_path: Path, seconds: int) -> None:
     options = ["--nproc-per-node=2", "--ft-rank-section-timeouts=step:4", "--ft-rank-heartbeat-timeout=4"]
     with job(tmp_path, options, [ODD, "beat", "6"]) as it:
@@ -48,6 +49,7 @@ def test_a_job_that_is_frozen_as_a_whole_and_thawed_goes_on(tmp_path: Path, seco
         assert "replaced" not in it.log()
 
 
+@pytest.mark.long
 def test_a_launcher_that_is_paused_longer_than_its_watchdog_waits_goes_on(tmp_path: Path) -> None:
     with job(tmp_path, [*ONE, "--ft-store-silence-timeout=3"], [ODD, "beat", "9"]) as it:
         it.await_note(0, "step")
@@ -55,6 +57,7 @@ def test_a_launcher_that_is_paused_longer_than_its_watchdog_waits_goes_on(tmp_pa
         quiet(it)
 
 
+@pytest.mark.long
 def test_a_goodbye_that_takes_longer_than_the_watchdog_waits_is_waited_for(tmp_path: Path) -> None:
     options = ["--nproc-per-node=2", "--max-restarts=1", "--shutdown-timeout=20", "--ft-store-silence-timeout=3"]
     with job(tmp_path, options, [ODD, "slow-goodbye"]) as it:
@@ -62,7 +65,7 @@ def test_a_goodbye_that_takes_longer_than_the_watchdog_waits_is_waited_for(tmp_p
         assert it.report(0)["culprit"]["rank"] == 1
 
 
-@pytest.mark.parametrize("what", ["exec", pytest.param("beat", marks=pytest.mark.long)])
+@pytest.mark.parametrize("what", ["exec", pytest.param("beat", marks=pytest.mark.rare)])
 def test_a_script_is_watched_with_few_descriptors_and_after_it_replaced_itself(tmp_path: Path, what: str) -> None:
     def with_few(command: list[str]) -> list[str]:
         return ["sh", "-c", 'ulimit -n 200; exec "$@"', "sh", *command]

@@ -10,6 +10,7 @@ import pytest
 
 from tests.faults.test_strategies import training
 from tests.jobs import WORKLOADS, Fleet, Job, job, wait_for
+from tests.ports import free_port
 
 pytestmark = pytest.mark.spawns
 
@@ -18,7 +19,7 @@ def stopped_at(node: Job) -> list[str]:
     return [note[1] for rank in range(8) for note in node.notes(rank) if note[1].startswith("stopped")]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.long)])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.rare)])
 def test_signal_to_one_launcher_stops_all_ranks_of_all_nodes_together(tmp_path: Path, number: signal.Signals) -> None:
     with training(tmp_path, 2, "2", "--max-restarts=3", "--nproc-per-node=2") as it:
         os.kill(it.nodes[1].pid, number)
@@ -31,7 +32,7 @@ def test_signal_to_one_launcher_stops_all_ranks_of_all_nodes_together(tmp_path: 
             node.assert_nothing_left()
 
 
-@pytest.mark.parametrize("dt", ["0.001", pytest.param("0.3", marks=pytest.mark.long)])
+@pytest.mark.parametrize("dt", ["0.001", pytest.param("0.3", marks=pytest.mark.rare)])
 def test_all_ranks_stop_at_the_same_step_however_fast_they_are(tmp_path: Path, dt: str) -> None:
     script = [str(WORKLOADS / "lockstep.py"), "100000"]
     with job(tmp_path, ["--nproc-per-node=3"], script, {"DT": dt}) as it:
@@ -41,6 +42,21 @@ def test_all_ranks_stop_at_the_same_step_however_fast_they_are(tmp_path: Path, d
         places = stopped_at(it)
         assert len(places) == 3
         assert len(set(places)) == 1, places
+
+
+def test_job_that_goes_on_counts_its_cycles_on_and_overwrites_no_log(tmp_path: Path) -> None:
+    script = [str(WORKLOADS / "lockstep.py"), "100000"]
+    meeting = ["--rdzv-backend=c10d", "--rdzv-id=again", f"--rdzv-endpoint=127.0.0.1:{free_port()}"]
+    for killed, goes_on in ((0, 1), (2, 3)):
+        with job(tmp_path, ["--max-restarts=1", *meeting], script) as it:
+            it.await_steps(killed)
+            os.kill(int(it.notes(0)[-1][3]), signal.SIGKILL)
+            it.await_steps(goes_on)
+            os.kill(it.pid, signal.SIGTERM)
+            assert it.wait() == 79, it.log()
+            logs = sorted(path.name for path in (it.run_dir / "logs").iterdir())
+            assert logs == [f"cycle_{cycle}" for cycle in range(goes_on + 1)]
+            assert (it.run_dir / "cycles" / f"{killed}.json").exists()
 
 
 def test_signal_to_a_rank_stops_all_and_the_handler_that_was_there_is_called(tmp_path: Path) -> None:
@@ -116,7 +132,7 @@ def test_signal_before_the_first_call_is_a_preemption_too_and_the_next_one_is_ag
 
 @pytest.mark.long
 def test_signal_while_ranks_are_ended_after_a_failure_starts_nothing_again(tmp_path: Path) -> None:
-    options = ["--nproc-per-node=2", "--max-restarts=3", "--shutdown-timeout=4"]
+    options = ["--nproc-per-node=2", "--max-restarts=3", "--shutdown-timeout=8"]
     with job(tmp_path, options, fleet_script(), {"IGNORES_TERM": "1"}) as it:
         it.await_note(0, "step-3")
         it.await_note(1, "step-3")

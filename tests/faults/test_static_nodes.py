@@ -11,7 +11,8 @@ import pytest
 from tests.faults.test_nodecheck import CHECK, ENV, marked
 from tests.faults.test_static_rendezvous import static
 from tests.faults.test_strategies import SCRIPT
-from tests.jobs import Job, free_port, job
+from tests.jobs import Job, job
+from tests.ports import free_port
 
 pytestmark = pytest.mark.spawns
 
@@ -42,7 +43,7 @@ def logs(nodes: list[Job]) -> str:
     return "\n".join(node.log()[-3000:] for node in nodes)
 
 
-@pytest.mark.parametrize("bad", [1, pytest.param(0, marks=pytest.mark.long)])
+@pytest.mark.parametrize("bad", [1, pytest.param(0, marks=pytest.mark.rare)])
 def test_node_of_a_static_rendezvous_that_fails_its_check_is_marked_by_its_own_name_and_all_end(
     tmp_path: Path, bad: int
 ) -> None:
@@ -62,7 +63,7 @@ def test_node_of_a_static_rendezvous_that_fails_its_check_is_marked_by_its_own_n
             node.assert_nothing_left()
 
 
-@pytest.mark.parametrize("leaver", [1, pytest.param(0, marks=pytest.mark.long)])
+@pytest.mark.parametrize("leaver", [1, pytest.param(0, marks=pytest.mark.rare)])
 def test_node_that_leaves_a_static_rendezvous_ends_the_others_at_once(tmp_path: Path, leaver: int) -> None:
     with static_nodes(tmp_path, SCRIPT, ["--max-restarts=3"], "", "") as nodes:
         for node in nodes:

@@ -13,6 +13,7 @@ import pytest
 
 from tests.faults.test_store import serving
 from tests.jobs import Job, children, command_line, job, wait_for
+from tests.ports import free_port
 
 pytestmark = pytest.mark.spawns
 
@@ -54,7 +55,7 @@ def assert_ends(it: Job, signum: signal.Signals, code: int) -> None:
 
 @pytest.mark.parametrize(
     ("signum", "code"),
-    [(signal.SIGTERM, 1), (signal.SIGINT, 130), pytest.param(signal.SIGHUP, 1, marks=pytest.mark.long)],
+    [(signal.SIGTERM, 1), (signal.SIGINT, 130), pytest.param(signal.SIGHUP, 1, marks=pytest.mark.rare)],
     ids=["TERM", "INT", "HUP"],
 )
 def test_signal_ends_a_launcher_whose_static_store_does_not_answer(
@@ -75,22 +76,20 @@ def test_signal_ends_a_launcher_at_whose_static_store_there_is_nobody(tmp_path: 
 
 
 def test_signal_ends_a_launcher_that_serves_the_static_store_and_waits_for_the_others(tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
 
     def serves() -> bool:
         with socket.socket() as client:
             return client.connect_ex(("127.0.0.1", port)) == 0
 
     with job(tmp_path, static(0, port), SCRIPT, wrap=heeding) as it:
-        wait_for(serves, f"the store to be served\n{it.log()}")
+        wait_for(serves, lambda: f"the store to be served\n{it.log()}")
         assert_ends(it, signal.SIGTERM, 1)
 
 
 @pytest.mark.parametrize(
     ("signum", "code"),
-    [(signal.SIGTERM, 1), pytest.param(signal.SIGINT, 130, marks=pytest.mark.long)],
+    [(signal.SIGTERM, 1), pytest.param(signal.SIGINT, 130, marks=pytest.mark.rare)],
     ids=["TERM", "INT"],
 )
 def test_signal_ends_a_launcher_whose_dynamic_store_does_not_answer(
@@ -104,7 +103,7 @@ def test_signal_ends_a_launcher_whose_dynamic_store_does_not_answer(
 
 def test_signal_ends_a_launcher_that_waits_for_other_nodes_when_the_store_has_stopped(tmp_path: Path) -> None:
     with serving() as port, job(tmp_path, dynamic(port), SCRIPT, wrap=heeding) as it:
-        wait_for(lambda: "1 of --nnodes=2:2 nodes are here" in it.log(), f"the launcher to wait\n{it.log()}")
+        wait_for(lambda: "1 of --nnodes=2:2 nodes are here" in it.log(), lambda: f"the launcher to wait\n{it.log()}")
         (store,) = [pid for pid in children(os.getpid()) if " store " in command_line(pid)]
         os.kill(store, signal.SIGSTOP)
         try:

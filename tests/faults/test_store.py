@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults.test_strategies import SCRIPT, finish, training
-from tests.jobs import Fleet
+from tests.jobs import DEADLINE_S, Fleet, alive, stopped, wait_for
 
 pytestmark = pytest.mark.spawns
 
@@ -29,7 +29,7 @@ def serving() -> Iterator[int]:
         assert "--rdzv-conf=is_host=false" in line
         yield int(line.split("serving 127.0.0.1:")[1].split(".")[0])
         process.send_signal(signal.SIGTERM)
-        assert process.wait(20) == 0
+        assert process.wait(DEADLINE_S) == 0
     finally:
         process.kill()
         process.wait()
@@ -72,6 +72,21 @@ def test_with_a_store_of_its_own_the_job_survives_the_loss_of_any_launcher(tmp_p
             for node in (it.nodes[1], newcomer):
                 node.await_steps(cycle)
         assert finish([it.nodes[1], it.nodes[3]]) == [0, 0], it.logs()
+
+
+def test_lone_node_that_stood_still_until_a_spare_took_its_place_trains_no_more(tmp_path: Path) -> None:
+    options = ["--ft-node-silence-timeout=2", "--ft-use-infra-group-rank=false"]
+    with serving() as port, Fleet(tmp_path, "1", options, SCRIPT, port=port) as it:
+        first = it.add()
+        first.await_steps(0)
+        spare = it.add()
+        with stopped(first.pid):
+            spare.await_steps(0)
+        wait_for(lambda: "was taken out of the job while it was silent" in first.log(), "it to notice")
+        wait_for(lambda: "is a spare" in first.log(), "it to wait for a place")
+        rank = int(first.notes(0)[0][3])
+        assert not alive(rank), "two of one rank would write the same checkpoints"
+        assert finish([spare, first]) == [0, 0], it.logs()
 
 
 def test_a_store_of_its_own_that_is_killed_ends_all_nodes_with_the_code_to_try_again(tmp_path: Path) -> None:

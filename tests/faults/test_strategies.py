@@ -11,17 +11,19 @@ from pathlib import Path
 
 import pytest
 
-from tests.jobs import WORKLOADS, Fleet, Job, children, command_line, fleet, stopped, wait_for
+from resilience.failover import ends
+from tests.jobs import WORKLOADS, Fleet, Job, alive, children, command_line, fleet, stopped, wait_for
 
 pytestmark = pytest.mark.spawns
 SCRIPT = [str(WORKLOADS / "fleet.py"), "100000"]
+NO_PROGRESS = "8,3"  # steps: no later cycle gets as far as the first, which would renew the budget
 
 
 @contextmanager
-def training(folder: Path, count: int, nnodes: str, *options: str, steps: int = 3) -> Iterator[Fleet]:
+def training(folder: Path, count: int, nnodes: str, *options: str, steps: int = 3, **env: str) -> Iterator[Fleet]:
     """``count`` launchers; the workers of those that have a place train, the others wait."""
     places = int(nnodes.rpartition(":")[2])
-    with fleet(folder, min(count, places), nnodes, list(options), SCRIPT) as it:
+    with fleet(folder, min(count, places), nnodes, list(options), SCRIPT, **env) as it:
         for node in it.nodes:
             node.await_steps(0, steps)
         for _ in range(count - places):
@@ -58,24 +60,26 @@ def test_normal_restarts_the_workers_of_all_nodes_in_place(tmp_path: Path) -> No
 def test_nodes_whose_devices_break_at_once_all_leave_with_their_own_codes_and_are_marked(tmp_path: Path) -> None:
     marks = tmp_path / "faults.jsonl"
     with training(tmp_path, 3, "3", "--max-restarts=3", f"--ft-error-monitor=file:{marks}") as it:
-        with (
-            stopped(it.nodes[1].pid),
-            stopped(it.nodes[2].pid),
-        ):  # both launchers find a dead worker when they look again
+        # Both launchers find a dead worker when they look again.
+        with stopped(it.nodes[1].pid), stopped(it.nodes[2].pid):
             for node, code in ((1, 201), (2, 14)):
                 it.nodes[node].order(f"exit {code}")
-                it.nodes[node].await_note(it.nodes[node].rank(), "obeys-exit")
+                pid = int(it.nodes[node].await_note(it.nodes[node].rank(), "obeys-exit")[3])
+                wait_for(lambda pid=pid: not alive(pid), "the worker to end")  # type: ignore[misc]
         assert [node.wait() for node in it.nodes[1:]] == [201, 14], it.logs()
         assert it.nodes[0].report(0)["action"] == "node"
     told = [json.loads(line) for line in marks.read_text().splitlines()]
     assert sorted((fault["node"], fault["code"]) for fault in told) == [("n1", 201), ("n2", 14)]
+    left = [end for node in it.nodes[1:] for end in ends.read(node.run_dir)]
+    assert [(end.node, end.code) for end in left] == [("n1", 201), ("n2", 14)]
+    assert [end.fault.reason for end in left if end.fault is not None] == ["DriverError", "InfoROMCorrupted"]
 
 
 @pytest.mark.parametrize(
     "code",
     [
         201,
-        pytest.param(14, marks=pytest.mark.long),
+        pytest.param(14, marks=pytest.mark.rare),
         *(pytest.param(code, marks=pytest.mark.rare) for code in (128, 202)),
     ],
 )
@@ -119,7 +123,8 @@ def test_node_that_hosts_the_store_leaves_but_its_launcher_stays_until_the_job_i
 
 @pytest.mark.long
 def test_budget_of_a_node_goes_from_processes_to_the_node(tmp_path: Path) -> None:
-    with training(tmp_path, 3, "2:3", "--max-restarts=10", "--ft-max-node-restarts=1", steps=80) as it:
+    options = ["--max-restarts=10", "--ft-max-node-restarts=1"]
+    with training(tmp_path, 3, "2:3", *options, steps=8, CEILINGS=NO_PROGRESS) as it:
         it.nodes[2].order("raise first")
         for node in it.nodes:
             node.await_steps(1)
@@ -148,11 +153,11 @@ class ByMessage(DynamicAgentFailoverExtension):
 def extended(folder: Path, count: int, nnodes: str, *options: str) -> Iterator[Fleet]:
     (folder / "by_message.py").write_text(EXTENSION)
     flags = ["--dynamic_failover_extension=by_message::ByMessage", *options]
-    with Fleet(folder, nnodes, flags, SCRIPT) as it:
+    with Fleet(folder, nnodes, flags, SCRIPT, together=count) as it:
         for _ in range(count):
-            it.add(env={"PYTHONPATH": str(folder)})
+            it.add(env={"PYTHONPATH": str(folder), "CEILINGS": NO_PROGRESS})
         for node in it.nodes:
-            node.await_steps(0, 60)  # further than any later cycle gets: progress would renew the budget
+            node.await_steps(0, 8)
         yield it
 
 
@@ -192,13 +197,13 @@ def test_extension_asks_for_the_node_and_the_node_ends_with_the_documented_code(
 
 
 def test_same_failure_twice_without_progress_aborts_and_with_progress_goes_on(tmp_path: Path) -> None:
-    with training(tmp_path, 2, "2", "--max-restarts=9") as it:
+    with training(tmp_path, 2, "2", "--max-restarts=9", steps=5, CEILINGS="5,10,5") as it:
         it.nodes[1].order("raise bad sample 17")
         for node in it.nodes:
-            node.await_steps(1, 30)  # further than the first time
+            node.await_steps(1, 10)  # further than the first time
         it.nodes[1].order("raise bad sample 18")
         for node in it.nodes:
-            node.await_steps(2, 2)  # not as far
+            node.await_steps(2, 5)  # not as far
         it.nodes[1].order("raise bad sample 19")
         assert [node.wait() for node in it.nodes] == [77, 77], it.logs()
         assert "the same failure as in cycle 1" in it.nodes[0].report(2)["action_detail"]
@@ -221,6 +226,33 @@ def test_launcher_that_is_killed_is_replaced_by_a_waiting_one(tmp_path: Path) ->
             node.await_steps(1)
         assert it.nodes[0].report(0)["culprit"]["kind"] == "node"
         assert finish([it.nodes[0], spare]) == [0, 0], it.logs()
+
+
+def test_lost_node_is_reported_though_a_spare_was_the_first_to_miss_it(tmp_path: Path) -> None:
+    with training(tmp_path, 2, "2", "--max-restarts=3", "--ft-testimony-timeout=2") as it:  # they would take a minute
+        spare = it.add("--ft-node-silence-timeout=2")
+        wait_for(lambda: "is a spare" in spare.log(), "the spare to say that it waits")
+        os.kill(it.nodes[1].pid, signal.SIGKILL)
+        for node in (it.nodes[0], spare):
+            node.await_steps(1)
+        culprit = it.nodes[0].report(0)["culprit"]
+        assert (culprit["rank"], culprit["kind"]) == (1, "node"), culprit
+        assert "a node that waits has its place" in culprit["message"]
+        assert finish([it.nodes[0], spare]) == [0, 0], it.logs()
+
+
+def test_node_that_only_stood_still_is_not_blamed_by_those_who_saw_it_taken_out(tmp_path: Path) -> None:
+    with training(tmp_path, 2, "2", "--max-restarts=3", "--ft-use-infra-group-rank=false") as it:
+        spare = it.add("--ft-node-silence-timeout=2")
+        wait_for(lambda: "is a spare" in spare.log(), "the spare to say that it waits")
+        with stopped(it.nodes[1].pid):
+            wait_for(lambda: "its place is free" in spare.log(), "the spare to miss it")
+        for node in (it.nodes[0], spare):
+            node.await_steps(1)
+        wait_for(lambda: "is a spare" in it.nodes[1].log(), "it to wait for a place")
+        assert not (it.nodes[0].run_dir / "cycles").exists(), it.logs()
+        assert finish([it.nodes[0], spare]) == [0, 0], it.logs()
+        assert it.nodes[1].wait() == 0, it.logs()
 
 
 @pytest.mark.long
@@ -293,7 +325,8 @@ def test_launcher_that_dies_between_alarm_and_verdict_is_not_waited_for_long(tmp
         ).replace("FailoverStrategy[word]", "FailoverStrategy.NORMAL")
     )
     flags = ["--dynamic_failover_extension=slow::ByMessage", "--ft-failover-timeout=600", "--max-restarts=3"]
-    with Fleet(tmp_path, "1:2", flags, SCRIPT) as it:
+    flags += ["--ft-node-silence-timeout=8"]  # it may be killed before it has raised the alarm
+    with Fleet(tmp_path, "1:2", flags, SCRIPT, together=2) as it:
         for slow in ("0", "1000"):
             it.add(env={"PYTHONPATH": str(tmp_path), "SLOW": slow})
         for node in it.nodes:
@@ -319,7 +352,7 @@ def test_launcher_that_is_ended_from_outside_is_missed_at_once_even_without_coll
         assert finish(it.nodes[:1]) == [0], it.logs()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.long)])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.rare)])
 def test_launcher_that_waits_ends_in_good_order_on_a_signal(tmp_path: Path, number: signal.Signals) -> None:
     with Fleet(tmp_path, "2", [], SCRIPT) as it:
         node = it.add()

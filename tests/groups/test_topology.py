@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from resilience.errors import ConfigError
-from resilience.groups.topology import NOWHERE, Place, from_labels, given
+from resilience.groups.topology import NOWHERE, Place, from_labels, from_slurm, given
 
 
 def test_labels_of_a_pod_say_its_group_its_rack_and_how_many_groups_there_are() -> None:
@@ -46,3 +46,25 @@ def test_settings_say_it_where_there_are_no_labels() -> None:
     assert given(None, None) == NOWHERE
     with pytest.raises(ConfigError, match="counted from 0"):
         given(None, -1)
+
+
+@pytest.mark.parametrize(
+    ("way", "words", "group"),
+    [
+        ("top.left.n1", "switch.switch.node", "left"),
+        ("left.n1", "switch.node", "left"),
+        ("top.left.n1.cluster.example", "switch.switch.node", "left"),  # a node's name may have dots
+        ("top.s[1-2].n1", "switch.switch.node", "s[1-2]"),
+        ("block3.n1", "block.node", "block3"),
+        ("n1", "node", ""),
+        ("", "", ""),
+        ("n1", "switch.switch.node", ""),  # half a way leads nowhere
+    ],
+)
+def test_node_below_a_switch_of_slurms_is_in_its_group(way: str, words: str, group: str) -> None:
+    environ = {"SLURM_TOPOLOGY_ADDR": way, "SLURM_TOPOLOGY_ADDR_PATTERN": words}
+    assert from_slurm(environ) == Place(group)
+
+
+def test_job_that_is_not_slurms_is_in_no_group() -> None:
+    assert from_slurm({}) == NOWHERE

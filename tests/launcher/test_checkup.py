@@ -19,7 +19,8 @@ from resilience.failover.error_monitor import from_message
 from resilience.launcher.boards import StoreBoard, TimedStore, join
 from resilience.launcher.checkup import main
 from resilience.nodecheck.exchange import Interrupted
-from tests.jobs import alive, children, free_port, stopped, wait_for
+from tests.jobs import alive, children, held_in_import, stopped, wait_for
+from tests.ports import free_port
 
 torch = pytest.importorskip("torch")
 SILENCE_S = 1.0
@@ -32,11 +33,12 @@ ENV = {
 PATIENT = "--accelerator=tests.nodecheck.patients::Patient"
 
 
-def nodecheck(*flags: str, ailment: str, log: Path = Path(os.devnull)) -> subprocess.Popen[bytes]:
+def nodecheck(*flags: str, ailment: str, log: Path = Path(os.devnull), **more: str) -> subprocess.Popen[bytes]:
     """Start the command, on a node with something, or nothing, wrong with it."""
+    env = {**ENV, "AILMENT": ailment, **more}
     command = [sys.executable, "-m", "resilience", "nodecheck", PATIENT, *flags]
     with log.open("wb") as file:
-        return subprocess.Popen(command, env={**ENV, "AILMENT": ailment}, stdout=file, stderr=subprocess.STDOUT)
+        return subprocess.Popen(command, env=env, stdout=file, stderr=subprocess.STDOUT)
 
 
 def party(nodes: int) -> list[StoreBoard]:
@@ -124,7 +126,7 @@ def test_ill_node_of_the_page_is_found_faulty(tmp_path: Path) -> None:
     name, _, value = variable.partition("=")
     command = [sys.executable, "-m", "resilience", *flags]
     done = subprocess.run(
-        command, env={**ENV, name: value}, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+        command, env={**ENV, name: value}, cwd=tmp_path, capture_output=True, text=True, timeout=150, check=False
     )
     assert done.returncode == 80, done.stderr
     assert "the product of the GEMM is wrong" in done.stdout
@@ -132,10 +134,11 @@ def test_ill_node_of_the_page_is_found_faulty(tmp_path: Path) -> None:
 
 @pytest.mark.spawns
 def test_interrupt_ends_the_command_quietly_and_its_check_with_it(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    with nodecheck(ailment="hangs", log=log) as node:
+    log, hanging = tmp_path / "log", tmp_path / "hanging"
+    with nodecheck(ailment="hangs", log=log, HANGING=str(hanging)) as node:
         try:
-            (pid,) = wait_for(lambda: children(node.pid), "the check")
+            wait_for(hanging.exists, "the check to hang")
+            (pid,) = children(node.pid)
             node.send_signal(signal.SIGINT)
             code = node.wait(60)
         finally:
@@ -143,6 +146,19 @@ def test_interrupt_ends_the_command_quietly_and_its_check_with_it(tmp_path: Path
     assert code == 130, log.read_text()
     assert "Traceback" not in log.read_text()
     assert not alive(pid)
+
+
+@pytest.mark.spawns
+def test_interrupt_in_the_imports_ends_the_command_and_its_check() -> None:
+    with held_in_import(
+        [sys.executable, "-m", "resilience", "nodecheck", "--accelerator=cpu"], "libtorch_python"
+    ) as node:
+        (check,) = children(node.pid)
+        checks = [check, *children(check)]
+        node.send_signal(signal.SIGINT)
+    _, told = node.communicate(timeout=150)
+    assert (node.returncode, told) == (-signal.SIGINT, "")
+    wait_for(lambda: not any(map(alive, checks)), "the check to end")
 
 
 @pytest.mark.long
@@ -201,7 +217,7 @@ def test_node_that_is_killed_before_its_first_word_is_named(tmp_path: Path) -> N
     victim = [sys.executable, "-c", dies, PATIENT, *flags, "--rdzv-conf=is_host=0", "--ft-node-name=goes"]
     with nodecheck(*flags, "--rdzv-conf=is_host=1", ailment="", log=log) as stays:
         try:
-            gone = subprocess.run(victim, env=ENV, stderr=subprocess.DEVNULL, timeout=60, check=False)
+            gone = subprocess.run(victim, env=ENV, stderr=subprocess.DEVNULL, timeout=150, check=False)
             assert gone.returncode == -signal.SIGKILL
             code = stays.wait(60)
         finally:

@@ -15,6 +15,7 @@ from resilience import config, values
 from resilience.__main__ import main
 from resilience.config import resolve
 from resilience.errors import ConfigError
+from tests.jobs import held_in_import
 from tests.launcher.parity_helpers import bare_environment
 
 NVRX_SETTINGS = {
@@ -359,3 +360,16 @@ def test_numbers_that_can_not_be_meant_start_nothing() -> None:
 
 def test_timeout_of_a_thousand_years_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert "less than 30 years" in mistake(capsys, "config", "--ft-failover-timeout=99999999999")
+
+
+@pytest.mark.spawns
+@pytest.mark.parametrize("library", ["libtorch_cpu", "libtorch_python"])
+def test_interrupt_in_the_imports_ends_the_launcher(library: str, tmp_path: Path) -> None:
+    """torch's C++ throws away a KeyboardInterrupt that it meets while it imports: so there must be no Python handler then."""
+    script = tmp_path / "waits.py"
+    script.write_text("import time\ntime.sleep(60)\n")
+    command = [sys.executable, "-m", "resilience.run", f"--ft-run-dir={tmp_path / 'run'}", str(script)]
+    with held_in_import(command, library) as process:
+        process.send_signal(signal.SIGINT)
+    _, told = process.communicate(timeout=60)
+    assert (process.returncode, told) == (-signal.SIGINT, "")

@@ -385,3 +385,26 @@ def test_rank_of_which_nothing_is_known_is_told_by_its_exit_code() -> None:
     coroner.close()
     assert (failure.rank, failure.message, failure.log) == (7, "ended with exit code 3", ())
     assert coroner.log_of(7) == ([], None)
+
+
+@pytest.mark.parametrize(
+    ("type_", "message", "code"),
+    [
+        ("SystemExit", "201", 201),
+        ("SystemExit", "no data", 1),
+        ("SystemExit", "256", 1),
+        ("ValueError", "201", 1),
+    ],
+)
+def test_rank_that_has_not_ended_yet_is_told_with_the_code_that_its_exception_will_give_it(
+    tmp_path: Path, type_: str, message: str, code: int
+) -> None:
+    """Seen a moment earlier or later, it is the same failure."""
+    error = tmp_path / "error.json"
+    error.write_text(json.dumps({"resilience": {"pid": A, "mono_ns": 1, "type": type_, "message": message}}))
+    coroner = Coroner()
+    coroner.begin(Papers(pids={0: A}, errors={0: str(error)}))
+    try:
+        assert coroner.dying([{"rank": 0, "pid": A, "in_flight": True}]) == {0: code}
+    finally:
+        coroner.close()

@@ -365,7 +365,7 @@ def test_node_takes_over_from_members_that_died_while_they_came_together(town: T
     town.meet(*crew)
     spare = town.spare(town.launcher("s", rules, patience, infra=1))
     town.kill_on_arrival(a)  # and b, which has the same rank from the infrastructure as the spare, never comes back
-    assert spare.result(4.0).world_size == 1
+    assert spare.result(SOON).world_size == 1
     assert town.desk.look().place_of(b.me.id) == "outside"
 
 
@@ -425,11 +425,14 @@ def test_round_that_completes_while_a_node_gives_up_is_not_left_with_a_hole(town
     assert not (gave_up and town.desk.look().is_complete), "b has been told that there are two of them"
 
 
-def test_member_that_falls_silent_while_the_nodes_come_together_is_taken_out(town: Town) -> None:
+def test_member_that_falls_silent_while_the_nodes_come_together_is_taken_out(
+    town: Town, caplog: pytest.LogCaptureFixture
+) -> None:
     rules, patience = Rules(2, 4, by_infra=False), dataclasses.replace(PATIENT, silence=1.0)
     town.kill_on_arrival(town.launcher("dead", rules))
     futures = town.arrive(*(town.launcher(id_, rules, patience) for id_ in "ab"))
     town.await_roster(lambda it: set(it.members) == {"a", "b"}, "the dead node to be taken out")
+    assert "host-dead fell silent while the nodes came together; it is taken out." in caplog.text
     futures += town.arrive(*(town.launcher(id_, rules, patience) for id_ in "cd"))
     assert worlds([future.result(SOON) for future in futures]) == {4}
 
@@ -562,7 +565,10 @@ def test_launcher_that_comes_to_a_job_that_is_over_ends_as_the_job_did(town: Tow
     over.set()
     lingering.result(SOON)
     assert isinstance(error, NotWanted)
-    assert error.outcome == Outcome(code, "how it ended")
+    assert error.outcome.exit_code == code
+    assert error.outcome.why.startswith(
+        "how it ended. That was before this launcher came: for another run give another --rdzv-id"
+    )
     assert town.desk.look().place_of("c") == "outside"
 
 

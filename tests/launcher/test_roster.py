@@ -119,9 +119,8 @@ def test_vacated_places_are_forgotten_when_ranks_of_the_infrastructure_are_not_w
 def test_no_place_is_kept_for_a_rank_whose_new_launcher_is_already_in() -> None:
     rules = Rules(1, 3, by_infra=True)
     roster = running([node("a", 0), node("b", 1)], rules)
-    roster = all_arrive(
-        roster, [node("a-again", 0), node("b", 1)], rules
-    )  # there is room: it need not wait for the loss
+    # There is room: it need not wait for the loss.
+    roster = all_arrive(roster, [node("a-again", 0), node("b", 1)], rules)
     roster = depart(roster, ["a"], rules)
     assert set(roster.members) == {"a-again", "b"}
     roster = arrive(roster, node("c", 2), rules)

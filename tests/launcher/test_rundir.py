@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -149,9 +150,8 @@ def test_scratch_whose_owner_is_nonsense_does_not_stop_the_launcher(runtime: Pat
 
 
 def test_scratch_that_another_launcher_has_just_swept_does_not_stop_this_one(runtime: Path) -> None:
-    (runtime / f"resilience-{os.getuid()}-gone").symlink_to(
-        runtime / "nowhere"
-    )  # listed, and not there when it is looked at
+    # Listed, and not there when it is looked at.
+    (runtime / f"resilience-{os.getuid()}-gone").symlink_to(runtime / "nowhere")
     rundir.Scratch().remove()
 
 
@@ -199,10 +199,58 @@ def test_scratch_of_a_live_launcher_in_another_container_is_left_alone(runtime: 
 
 def test_directory_used_by_another_job_is_set_aside_and_never_overwritten(tmp_path: Path) -> None:
     first = rundir.make_run_dir(str(tmp_path), "job-1")
-    (first / "cycles").mkdir()
-    (first / "cycles" / "0.json").write_text("{}")
+    kept = [first / name / "0.json" for name in ("cycles", "ends", "logs", "progress")]
+    for path in kept:
+        path.parent.mkdir()
+        path.write_text("{}")
     assert rundir.make_run_dir(str(tmp_path), "job-1") == first  # another node of the same job
-    assert (first / "cycles" / "0.json").exists()
+    assert all(path.exists() for path in kept)
     rundir.make_run_dir(str(tmp_path), "job-2")
-    assert not (first / "cycles").exists()
-    assert [path.name for path in (first / "earlier").rglob("*.json")] == ["0.json"]
+    assert not any(path.parent.exists() for path in kept)
+    aside = sorted(path.parent.name for path in (first / "earlier").rglob("*.json"))
+    assert aside == ["cycles", "ends", "logs", "progress"]
+
+
+def test_mark_that_is_not_written_yet_is_no_other_jobs(tmp_path: Path) -> None:
+    """One launcher's truncated file, as another sees it."""
+    (tmp_path / "job").touch()
+    (tmp_path / "ends").mkdir()
+    rundir.make_run_dir(str(tmp_path), "job-1")
+    assert (tmp_path / "ends").is_dir()
+    assert (tmp_path / "job").read_text() == "job-1"
+
+
+def test_mark_is_never_seen_in_part_and_stays_as_it_is_when_it_fits(tmp_path: Path) -> None:
+    rundir.make_run_dir(str(tmp_path), "job-1")
+    with (tmp_path / "job").open() as seen:
+        rundir.make_run_dir(str(tmp_path), "job-2")
+        assert seen.read() == "job-1", "it was replaced, and not written over"
+    before = (tmp_path / "job").stat()
+    rundir.make_run_dir(str(tmp_path), "job-2")
+    assert (tmp_path / "job").stat() == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["earlier", "job"]
+
+
+@pytest.mark.parametrize("when", ["before it moves", "while it moves"])
+def test_launcher_that_comes_second_leaves_alone_what_the_first_has_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    rundir.make_run_dir(str(tmp_path), "job-1")
+    for name in ("cycles", "ends", "logs"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "old").touch()
+    act: Any = Path.mkdir if when == "before it moves" else Path.rename
+
+    def held_up(self: Path, *given: Any, **more: Any) -> Any:
+        if "earlier" in self.parts or when == "while it moves":
+            monkeypatch.undo()
+            rundir.make_run_dir(str(tmp_path), "job-2")  # the first
+            (tmp_path / "ends").mkdir()
+            (tmp_path / "ends" / "new").touch()
+        return act(self, *given, **more)
+
+    monkeypatch.setattr(Path, act.__name__, held_up)
+    rundir.make_run_dir(str(tmp_path), "job-2")
+    assert [path.name for path in (tmp_path / "ends").iterdir()] == ["new"]
+    (aside,) = (tmp_path / "earlier").iterdir()
+    assert sorted(str(path.relative_to(aside)) for path in aside.rglob("old")) == ["cycles/old", "ends/old", "logs/old"]

@@ -36,7 +36,7 @@ def test_we_override_nothing_else_that_is_private() -> None:
 
 def test_the_attributes_that_we_read_are_set_by_torchs_constructor() -> None:
     source = "".join(inspect.getsource(base.__init__) for base in LocalElasticAgent.__mro__[:2])
-    for name in ("_remaining_restarts", "_exit_barrier_timeout", "_pcontext"):
+    for name in ("_remaining_restarts", "_pcontext"):
         assert f"self.{name}" in source
 
 

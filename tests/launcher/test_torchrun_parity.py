@@ -240,8 +240,8 @@ def test_mistakes_end_with_the_same_code_or_with_2_where_torchrun_ends_in_a_trac
 @pytest.mark.parametrize(
     ("options", "sent"),
     [
-        (["--shutdown-timeout=1"], signal.SIGTERM),
-        pytest.param(["--signals-to-handle=SIGUSR1"], signal.SIGUSR1, marks=pytest.mark.long),
+        (["--shutdown-timeout=4"], signal.SIGTERM),
+        pytest.param(["--signals-to-handle=SIGUSR1"], signal.SIGUSR1, marks=pytest.mark.rare),
     ],
     ids=["SIGTERM, which rank 1 ignores", "SIGUSR1, when asked for"],
 )
@@ -473,9 +473,8 @@ def files_in(side: Side) -> dict[str, str]:
     for name, text in side.tree().items():
         if not name.endswith("error.json"):
             found[name] = text
-        elif (
-            "torch.distributed.elastic" in text
-        ):  # ours is there for undecorated scripts too; torch's @record is in its stack
+        elif "torch.distributed.elastic" in text:
+            # Ours is there for undecorated scripts too; torch's @record is in its stack.
             found[name] = json.dumps(without_times(json.loads(text)), sort_keys=True)
     return found
 

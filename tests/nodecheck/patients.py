@@ -1,6 +1,7 @@
 """Accelerators with something wrong with them: real check processes on the host's processors, that fail as they are told.
 
-What ails one is in the variable AILMENT, or in the file that AILMENT_FILE names, and may change between two checks.
+What ails one is in the variable AILMENT, or in the file that AILMENT_FILE names, and may change between two checks. One that hangs
+makes the file HANGING first, if there is to be one.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ class Patient(Cpu):
         elif what == "raises":
             raise RuntimeError("uncorrectable ECC error")
         elif what == "hangs":
+            if "HANGING" in os.environ:
+                Path(os.environ["HANGING"]).touch()
             time.sleep(1000)
         elif what == "crashes":
             os.kill(os.getpid(), signal.SIGSEGV)
@@ -83,7 +86,7 @@ class Talkative(Patient):
     """Writes what SAYS is into whatever it finds open, the line to the launcher included."""
 
     def count(self) -> int:
-        for fd in range(3, 64):
+        for fd in (number for path in Path("/proc/self/fd").iterdir() if (number := int(path.name)) > 2):
             with contextlib.suppress(OSError):
                 os.write(fd, os.environ["SAYS"].encode() + b"\n")
         return 1

@@ -57,8 +57,8 @@ def test_one_process_does_all_tasks_one_after_the_other_and_ends(tmp_path: Path)
         ("wrong", "the product of the GEMM is wrong in 1 of 128 rows"),
         ("crashes", "ended with signal 11 (SIGSEGV)"),
         ("hangs", "did not end within 0.5 s"),
-        pytest.param("flaky", "repetition 3 of the same GEMM differs in 1 of 16384", marks=pytest.mark.long),
-        pytest.param("raises", "RuntimeError: uncorrectable ECC error", marks=pytest.mark.long),
+        pytest.param("flaky", "repetition 3 of the same GEMM differs in 1 of 16384", marks=pytest.mark.rare),
+        pytest.param("raises", "RuntimeError: uncorrectable ECC error", marks=pytest.mark.rare),
     ],
 )
 def test_what_goes_wrong_is_told_in_words_and_its_process_is_ended(tmp_path: Path, ailment: str, words: str) -> None:
@@ -100,9 +100,9 @@ def test_collective_nobody_comes_to_is_given_up_as_soon_as_there_is_no_point(tmp
     ("accelerator", "words"),
     [
         ("tests.nodecheck.patients::Patent", "Did you mean 'Patient'?"),
-        pytest.param("tests.nodecheck.nobody::Patient", "No module named", marks=pytest.mark.long),
-        pytest.param("tests.nodecheck.patients::NotOne", "no subclass of", marks=pytest.mark.long),
-        pytest.param("tests.nodecheck.patients::NoBackend", "needs a type", marks=pytest.mark.long),
+        pytest.param("tests.nodecheck.nobody::Patient", "No module named", marks=pytest.mark.rare),
+        pytest.param("tests.nodecheck.patients::NotOne", "no subclass of", marks=pytest.mark.rare),
+        pytest.param("tests.nodecheck.patients::NoBackend", "needs a type", marks=pytest.mark.rare),
     ],
 )
 def test_accelerator_that_can_not_be_meant_is_refused(accelerator: str, words: str) -> None:

@@ -169,7 +169,7 @@ def test_node_that_fails_by_itself_is_faulty_and_tried_with_nobody(bad: int, how
     assert "gather" not in scripts[bad].log
 
 
-@pytest.mark.parametrize("bad", [0, pytest.param(1, marks=pytest.mark.long), pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.parametrize("bad", [0, pytest.param(1, marks=pytest.mark.rare), pytest.param(2, marks=pytest.mark.rare)])
 def test_of_three_nodes_the_one_that_is_cut_off_is_found(bad: int) -> None:
     results, _ = check(*(Script(cut_off=node == bad) for node in range(3)))
     assert states(results) == [FAULTY if node == bad else HEALTHY for node in range(3)]

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from resilience.__main__ import main
 from resilience.failover.failure import RankFailure, examine, last_exception
 from resilience.observe.report import (
     Evidence,
@@ -18,6 +19,7 @@ from resilience.observe.report import (
     put_late_leaver,
     ranks_in_words,
     read_all,
+    speaker,
     write,
 )
 from tests.fakes import witness
@@ -271,3 +273,31 @@ def test_rank_that_took_too_long_to_leave_is_told_to_leave_sooner() -> None:
     put_late_leaver(report, 25.0)
     assert report["culprit"]["message"] == "it had not left 25 s after the job was asked to stop"
     assert "--ft-stop-grace" in report["remedy"]
+
+
+def test_where_all_write_to_one_log_the_first_node_that_is_there_prints_the_block() -> None:
+    nodes = [(0, 1), (2, 3), (4, 5)]
+    assert [speaker(nodes, lost) for lost in ([], [0, 1], [1], [4, 5], [0, 1, 2, 3], range(6))] == [0, 1, 1, 0, 2, 0]
+
+
+def test_folder_of_several_runs_is_no_run_and_its_runs_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("0/cycles", "1/logs", "other"):
+        (tmp_path / name).mkdir(parents=True)
+    assert main(["report", str(tmp_path)]) == 2
+    assert f"These are: {tmp_path / '0'}, {tmp_path / '1'}." in capsys.readouterr().err
+    assert main(["report", str(tmp_path / "other")]) == 2
+    assert "These are" not in capsys.readouterr().err
+
+
+def test_all_failures_of_a_cycle_that_outlived_some_are_printed_in_their_order(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for rank in (3, 1, 2):
+        found = compose(Evidence(cycle=0, testimonies=[witness(rank)], failures=[died(rank, 1, at_ns=1)]))
+        write(conclude(found, "wait", f"rank {rank} is not waited for"), tmp_path)
+    assert main(["report", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert [line.split()[2] for line in said.splitlines() if line.startswith("culprit")] == ["3", "1", "2"]
+    assert said.endswith("1 cycle failed\n")

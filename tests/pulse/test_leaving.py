@@ -33,9 +33,8 @@ class NativeThread:
         self._start = self._libc.mmap(None, self._size, mmap.PROT_READ, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
         for piece in range(PIECES):
             at = self._start + piece * PIECE
-            assert (
-                self._libc.mmap(at, PIECE, mmap.PROT_READ, mmap.MAP_SHARED | 0x10, memory, 0) == at
-            )  # 0x10: MAP_FIXED
+            # 0x10: MAP_FIXED.
+            assert self._libc.mmap(at, PIECE, mmap.PROT_READ, mmap.MAP_SHARED | 0x10, memory, 0) == at
         os.close(memory)
         self._id = ctypes.c_ulong()
         assert not self._libc.pthread_create(

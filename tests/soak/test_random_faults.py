@@ -13,7 +13,7 @@ import pytest
 from tests.jobs import Job, alive, children, job, train
 
 pytestmark = pytest.mark.spawns
-ROUNDS = int(os.environ.get("SOAK_ROUNDS", "3"))
+ROUNDS = int(os.environ.get("SOAK_ROUNDS", "2"))
 SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, ROUNDS))]
 OPTIONS = [
     "--nproc-per-node=2",

@@ -57,7 +57,7 @@ def test_job_survives_whatever_happens_to_its_nodes(tmp_path: Path, seed: int) -
     rng = random.Random(1000 + seed)
     script = [str(WORKLOADS / "fleet.py"), "10000000"]
     with serving() as port, Fleet(tmp_path, "2", OPTIONS, script, port=port) as it:
-        it.env = {"RESUME": "1"}  # progress: only what repeats without any ends the job
+        it.env = {"RESUME": str(tmp_path)}  # ranks move between nodes: without progress a second failure ends the job
         for _ in range(3):
             it.add()
         struck: list[str] = []
@@ -92,9 +92,9 @@ def test_job_survives_whatever_happens_to_its_nodes(tmp_path: Path, seed: int) -
             may[target] = (may.get(target, {0}) | codes) - ({0} if what in ENDS else set())
             supply()
         mark = time.monotonic()
-        wait_for(both_places_train, f"both places to train again after {struck}\n{it.logs()}", 150)
+        wait_for(both_places_train, lambda: f"both places to train again after {struck}\n{it.logs()}", 150)
         finish = True
-        wait_for(over, f"all launchers to end after {struck}\n{it.logs()}", 150)
+        wait_for(over, lambda: f"all launchers to end after {struck}\n{it.logs()}", 150)
         for node in it.nodes:
             code = node.process.poll()
             assert code in may.get(node, {0}), f"{node.folder.name}: {code} after {struck}\n{it.logs()}"

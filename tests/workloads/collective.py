@@ -1,6 +1,6 @@
 """Two gloo ranks in lockstep; one fails in a chosen way, the other falls over it or waits.
 
-collective.py FAULT      raise, exit201, kill, crash, leave, both (both raise within milliseconds, rank 1 first)
+collective.py FAULT      raise, exit201, kill, crash, leave, both (rank 1 raises, and once that is recorded rank 0)
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import signal
 import sys
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -32,6 +33,17 @@ def fail(fault: str) -> None:
         ctypes.string_at(0)
 
 
+def wait_for_the_other() -> None:
+    """Have rank 0 wait until rank 1 has recorded its error, and for longer than the clocks of two nodes may be apart."""
+    place = [os.environ["TORCHELASTIC_ERROR_FILE"]]
+    dist.broadcast_object_list(place, src=1)
+    dist.barrier()
+    if RANK == 0:
+        while not Path(place[0]).exists():
+            time.sleep(0.005)
+        time.sleep(0.05)
+
+
 @resilience.record
 def main() -> None:
     fault = sys.argv[1]
@@ -42,8 +54,7 @@ def main() -> None:
             with resilience.section("step"):
                 if CYCLE == 0 and step == 6:
                     if fault == "both":
-                        dist.barrier()
-                        time.sleep(0.05 if RANK == 0 else 0.0)
+                        wait_for_the_other()
                         raise RuntimeError(f"rank {RANK} is sure of itself")
                     if RANK == 1:
                         if fault == "leave":

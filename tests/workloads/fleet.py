@@ -3,7 +3,9 @@
     fleet.py STEPS
 
 Before each step the rank looks for $PROGRESS/order_<rank> and $PROGRESS/order_any. Steps go on where the last cycle of this
-rank ended (RESUME=1), so that a restart makes progress, or from 0. Each step appends "<cycle> step-<n> <time> <pid>".
+rank ended (RESUME=1), or the last cycle of any rank of any node below the folder RESUME, so that a restart makes progress; or
+from 0. Each step appends "<cycle> step-<n> <time> <pid>". With CEILINGS=8,3 the first cycle makes no more than 8 steps and every
+later one 3: ranks then go on without getting any further, for as long as a test takes.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import os
 import re
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -23,6 +26,7 @@ RANK, WORLD, CYCLE = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "
 PROGRESS = Path(os.environ["PROGRESS"])
 NOTES = PROGRESS / f"rank_{RANK}"
 DT = float(os.environ.get("DT", "0.02"))
+DEAF = threading.Event()  # asks no more whether it is to stop
 
 
 def note(text: str) -> None:
@@ -30,7 +34,7 @@ def note(text: str) -> None:
         file.write(f"{CYCLE} {text} {time.monotonic():.6f} {os.getpid()}\n")
 
 
-def obey(order: str) -> None:  # noqa: PLR0912 - one branch per word
+def obey(order: str) -> None:  # noqa: PLR0912, PLR0915 - one branch per word
     """Do one thing; see the names."""
     what, _, rest = order.partition(" ")
     note(f"obeys-{what}")
@@ -46,6 +50,8 @@ def obey(order: str) -> None:  # noqa: PLR0912 - one branch per word
         os.kill(os.getpid(), getattr(signal, rest))
     elif what == "crash":
         ctypes.string_at(0)
+    elif what == "deaf":
+        DEAF.set()
     elif what == "hang":
         time.sleep(1000)
     elif what == "overcome":
@@ -99,33 +105,44 @@ def orders() -> None:
 
 
 def start() -> int:
-    if os.environ.get("RESUME") != "1" or not NOTES.exists():
-        return 0
-    return max((int(number) + 1 for number in re.findall(r" step-(\d+) ", NOTES.read_text())), default=0)
+    known = os.environ.get("RESUME", "")
+    files = [NOTES] if known == "1" else Path(known).glob("*/progress/rank_*") if known else []
+    notes = "".join(file.read_text() for file in files if file.exists())
+    return max((int(number) + 1 for number in re.findall(r" step-(\d+) ", notes)), default=0)
+
+
+def ceiling() -> int:
+    known = [int(number) for number in os.environ.get("CEILINGS", sys.argv[1]).split(",")]
+    return known[min(CYCLE, len(known) - 1)]
 
 
 @resilience.record
 def main() -> None:
-    first = start()
+    step, last, most = start(), int(sys.argv[1]), ceiling()
     with resilience.section("setup"):
         note(f"world-{WORLD}")
         if os.environ.get("IGNORES_TERM"):
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            DEAF.set()
         time.sleep(600 if os.environ.get("SLEEPS_IN_CYCLE") == str(CYCLE) else 0)
         if os.environ.get("SETUP_FAILS"):
             raise KeyError(f"setup {CYCLE}")
     with resilience.expect_heartbeats():
-        for step in range(first, int(sys.argv[1])):
+        while step < last:
             with resilience.section("step"):
                 orders()
                 time.sleep(DT)
-            note(f"step-{step}")
-            resilience.heartbeat(step)
-            if not os.environ.get("IGNORES_TERM") and resilience.stop_requested():
+            if step < most:
+                note(f"step-{step}")
+                resilience.heartbeat(step)
+            else:
+                resilience.heartbeat()
+            if not DEAF.is_set() and resilience.stop_requested():
                 note(f"stopped-{step}")
                 return
             if (PROGRESS / "finish").exists():
                 break
+            step = min(step + 1, most)
     note("end")
 
 

@@ -58,17 +58,15 @@ def write_facts(own: dict[str, Any], names: list[str]) -> None:
     """Write the facts of this rank's life."""
     rank, life = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
     (Path(os.environ["PARITY_OUT"]) / f"{rank}.{life}.json").write_text(json.dumps(facts(own, names)))
-    sys.stdout.write(
-        f"out {rank} {life}\n"
-    )  # in one piece: ranks share a console, and print() writes the end by itself
+    # In one piece: ranks share a console, and print() writes the end by itself.
+    sys.stdout.write(f"out {rank} {life}\n")
     sys.stdout.flush()
     sys.stderr.write(f"err {rank} {life}\n")
     sys.stderr.flush()
     if "fail-once" in sys.argv and life == "0":
         out, world = Path(os.environ["PARITY_OUT"]), int(os.environ["WORLD_SIZE"])
-        while (
-            len(list(out.glob("*.0.json"))) < world
-        ):  # the first to fail ends the others, and they have facts to write
+        # The first to fail ends the others, and they have facts to write.
+        while len(list(out.glob("*.0.json"))) < world:
             time.sleep(0.01)
         sys.exit(9)
 

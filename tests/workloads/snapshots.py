@@ -5,7 +5,8 @@
 ``model`` is the same on all ranks (staged once, divided), ``own`` is each rank's. With MODE=overlap there is a module with an
 optimizer too, copied behind the next step; with MODE=fsdp2 that is sharded over the ranks. Notes in $PROGRESS/rank_<r>:
 ``restored-<step>`` or ``fresh``, ``BAD-…`` if it is not what it was, ``complete-<step>``, ``replicated-<step>`` and
-``durable-<step>`` as acknowledged. With REPLICAS=1 another node keeps copies.
+``durable-<step>`` as acknowledged. With REPLICAS=1 another node keeps copies. With UNTIL_LOST=1 cycle 0 goes on until somebody ends
+it, and the next one makes STEPS more.
 """
 
 from __future__ import annotations
@@ -103,9 +104,8 @@ def acknowledge(receipts: dict[int, Receipt]) -> None:
         level = receipt.level
         if level in (Level.COMPLETE, Level.REPLICATED, Level.DURABLE):
             note(f"{level.value.lower()}-{step}")
-        if (
-            level in (Level.DURABLE, Level.SKIPPED, Level.FAILED) or step < max(receipts) - 200
-        ):  # copies may take seconds
+        # Copies may take seconds.
+        if level in (Level.DURABLE, Level.SKIPPED, Level.FAILED) or step < max(receipts) - 200:
             del receipts[step]
 
 
@@ -144,7 +144,7 @@ def main() -> None:
             note(f"BAD-{start - 1}")
             os._exit(3)
         receipts: dict[int, Receipt] = {}
-        if elastic:  # until it begins again with others, and then so many steps more
+        if elastic or "UNTIL_LOST" in os.environ:  # until it begins again with others, and then so many steps more
             steps = start + steps if int(CYCLE) else 1_000_000
         for step in range(start, steps):
             with resilience.section("step"):

@@ -2,7 +2,8 @@
 
     train.py STEPS [WHERE RANK STEP]
 
-WHERE: what goes wrong on RANK at STEP in cycle 0 (see ``fault``). Each step appends a line to $PROGRESS/rank_<r>.
+WHERE: what goes wrong on RANK at STEP in cycle 0 (see ``fault``). Each step appends a line to $PROGRESS/rank_<r>. With OUTLIVED=1
+the other ranks train in cycle 0 until they are ended.
 """
 
 from __future__ import annotations
@@ -53,6 +54,8 @@ def main() -> None:
     kind, rank, at = (sys.argv[2], int(sys.argv[3]), int(sys.argv[4])) if len(sys.argv) > 2 else ("", -1, -1)
     place, _, what = kind.rpartition(":")
     mine = rank in (RANK, 99) and CYCLE == 0
+    if "OUTLIVED" in os.environ and CYCLE == 0 and not mine:
+        steps = sys.maxsize
     with resilience.section("setup"):
         note("setup")
         if mine and place == "setup":

@@ -280,10 +280,8 @@ class Book:
         elif op == "done":
             self.done = True
             self.directory.say_leaving()
-            if all(
-                member.said_bye for member in self.roll.locals().values()
-            ):  # otherwise the job is over because one died
-                self._went_well()
+            if all(member.said_bye for member in self.roll.locals().values()):
+                self._went_well()  # otherwise the job is over because one died
         else:
             self._serve(self, message)
 

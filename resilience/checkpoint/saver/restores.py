@@ -32,9 +32,8 @@ class Tries:
         self._directory = directory
         self._complain = complain
         self._counts: dict[Key, int] | None = None
-        self._gone_on: set[Key] = (
-            set()
-        )  # what this life of the job went on from: counted once, however often it is loaded
+        # What this life of the job went on from: counted once, however often it is loaded.
+        self._gone_on: set[Key] = set()
 
     @property
     def counts(self) -> dict[Key, int]:

@@ -14,9 +14,8 @@ class Seat:
 
     ranks: int
     again: bool  # it only lost its saver, or its line
-    held: dict[
-        Key, int
-    ]  # sealed by all of its ranks, safe from being overwritten; the edition grows if a step is saved again
+    # Sealed by all of its ranks, safe from being overwritten; the edition grows if a step is saved again.
+    held: dict[Key, int]
     leased: set[Key]  # of these, what an earlier saver was writing
     at: int | None = None  # how far it is, if it was asked
     tried: int = 0  # all of its ranks are through with the steps below this
