@@ -94,7 +94,8 @@ class Api:
                 config.load_kube_config(kubeconfig, context, client_configuration=configuration)
             return cls(client.ApiClient(configuration))
         except Exception as error:  # whatever the client makes of a file that is no kubeconfig
-            said = error if isinstance(error, config.ConfigException) else f"the kubeconfig can't be read: {error!r}"
+            known = isinstance(error, config.ConfigException)
+            said = str(error).rstrip(".") if known else f"the kubeconfig can't be read: {error!r}"
             raise KubernetesError(
                 f"there is no way to a cluster: {said}. Nothing was done. Give --kubeconfig, or run in a pod."
             ) from error

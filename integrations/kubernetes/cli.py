@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
-
-from resilience.errors import nearest
+from resilience.command import dispatch
 
 _USAGE = """\
 usage: resilience kubernetes job render [--values FILE] [options]
@@ -33,12 +30,4 @@ COMMANDS = {
 
 def main(argv: list[str]) -> int:
     """Run a command; return the exit code."""
-    word = argv[0] if argv else "--help"
-    if word in ("-h", "--help"):
-        sys.stdout.write(_USAGE)
-        return 0
-    if word not in COMMANDS:
-        sys.stderr.write(f"resilience kubernetes: unknown command {word!r}.{nearest(word, COMMANDS)}\n{_USAGE}")
-        return 2
-    module, _, name = COMMANDS[word].partition(":")
-    return int(getattr(importlib.import_module(module), name)(argv[1:]))
+    return dispatch("resilience kubernetes", _USAGE, COMMANDS, argv)

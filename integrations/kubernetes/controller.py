@@ -32,6 +32,7 @@ from resilience.integrations.kubernetes.election import Election
 from resilience.integrations.kubernetes.parts import Part
 from resilience.integrations.kubernetes.watching import LISTED, Change, Watcher
 
+from resilience.command import Parser
 from resilience.errors import ResilienceError, nearest
 
 _LOG = logging.getLogger("resilience.kubernetes")
@@ -169,8 +170,7 @@ def main(argv: list[str]) -> int:
     )
     logging.getLogger("urllib3").setLevel(logging.ERROR)
     stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: _end(stop))
+    _end_on_signals(stop)
     try:
         api = Api.connect(asked.kubeconfig, asked.context)
         election = None
@@ -208,6 +208,20 @@ def _options(asked: argparse.Namespace, election: Election | None) -> Options:
     return options if election is None else replace(options, leading=election.leading)
 
 
+def _end_on_signals(stop: threading.Event) -> None:
+    """Have a thread end it that only waits for a signal. A handler must not: it runs in the main thread, in the middle of anything,
+    and would wait for itself where that thread holds the event's lock."""
+    asked: queue.SimpleQueue[int] = queue.SimpleQueue()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, _: asked.put(number))
+
+    def await_one() -> None:
+        asked.get()
+        _end(stop)
+
+    threading.Thread(target=await_one, name="resilience-signals", daemon=True).start()
+
+
 def _end(stop: threading.Event) -> None:
     """End in order; and if that takes long, since a call hangs, without: everything is written down before it is done."""
     stop.set()
@@ -216,66 +230,43 @@ def _end(stop: threading.Event) -> None:
     last.start()
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     """Return what reads the controller's arguments."""
-    made = argparse.ArgumentParser(
+    made = Parser(
         prog="resilience kubernetes controller",
         description="Take faulty nodes out of scheduling, and move groups of nodes together.",
-        allow_abbrev=False,
     )
-    add, known = made.add_argument, Options()
+    add = made.add_argument
     add("--parts", default=",".join(PARTS), help="what it does, separated by commas (default: %(default)s)")
     add("--kubeconfig", help="default: the pod's service account, else the usual kubeconfig")
     add("--context", help="of the kubeconfig")
     add("--namespace", type=words.namespace, default="", help="look after this namespace only; default: all")
-    add(
-        "--state-namespace",
-        type=words.namespace,
-        default="",
-        help="where the lease and the state are kept; default: the pod's own, else 'default'",
-    )
-    add(
-        "--pod-selector",
-        type=words.selector,
-        default=known.pod_selector,
-        help="labels of the pods of training jobs (default: %(default)s)",
-    )
-    add(
-        "--job-label",
-        type=words.label_key,
-        default=known.job_label,
-        help="label whose value is the name of a pod's job (default: %(default)s)",
-    )
+    add("--state-namespace", type=words.namespace, default="",
+        help="where the lease and the state are kept; default: the pod's own, else 'default'")  # fmt: skip
+    _add_groups(made)
+    add("--lease-name", type=words.name, default="resilience-controller",
+        help="of the leader election (default: %(default)s)")  # fmt: skip
+    add("--lease-seconds", type=words.lease, default=15.0,
+        help="how long a replica leads without renewing (default: %(default)g)")  # fmt: skip
+    add("--no-leader-election", action="store_true", help="there is one replica only, for sure")
+    add("--health", default="", metavar="[HOST:]PORT",
+        help="serve /healthz there; without a host on loopback; default: nowhere")  # fmt: skip
+    add("--log-level", default="INFO", choices=["DEBUG", "INFO", "WARNING", "ERROR"])
+    return made
+
+
+def _add_groups(made: Parser) -> None:
+    """Add what says which pods belong together, and when their nodes are left together."""
+    add, known = made.add_argument, Options()
+    add("--pod-selector", type=words.selector, default=known.pod_selector,
+        help="labels of the pods of training jobs (default: %(default)s)")  # fmt: skip
+    add("--job-label", type=words.label_key, default=known.job_label,
+        help="label whose value is the name of a pod's job (default: %(default)s)")  # fmt: skip
     add("--group-threshold", type=words.seconds, default=known.group_threshold, metavar="SECONDS",
         help="a replacement that is blocked for longer moves its whole group (default: %(default)g)")  # fmt: skip
     add("--max-group-failovers", type=words.count, default=known.max_group_failovers, metavar="N",
         help="of one job, in all (default: %(default)s)")  # fmt: skip
-    add(
-        "--rack-label",
-        type=words.label_key,
-        default=known.rack_label,
-        help="label of nodes that names their rack (default: %(default)s)",
-    )
+    add("--rack-label", type=words.label_key, default=known.rack_label,
+        help="label of nodes that names their rack (default: %(default)s)")  # fmt: skip
     add("--taint-old-rack", action="store_true",
         help="where pods can't avoid the old rack by themselves: keep everybody's new pods away from it meanwhile")  # fmt: skip
-    add(
-        "--lease-name",
-        type=words.name,
-        default="resilience-controller",
-        help="of the leader election (default: %(default)s)",
-    )
-    add(
-        "--lease-seconds",
-        type=words.lease,
-        default=15.0,
-        help="how long a replica leads without renewing (default: %(default)g)",
-    )
-    add("--no-leader-election", action="store_true", help="there is one replica only, for sure")
-    add(
-        "--health",
-        default="",
-        metavar="[HOST:]PORT",
-        help="serve /healthz there; without a host on loopback; default: nowhere",
-    )
-    add("--log-level", default="INFO", choices=["DEBUG", "INFO", "WARNING", "ERROR"])
-    return made

@@ -13,7 +13,6 @@ fails on one node again and again uses up nothing. The nodes themselves say sinc
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import logging
 import sys
@@ -27,6 +26,7 @@ from resilience.integrations.kubernetes.api import Api, KubernetesError, NotFoun
 from resilience.integrations.kubernetes.events import seconds
 from resilience.integrations.kubernetes.parts import DELETED, Kind, Thing
 
+from resilience.command import Parser
 from resilience.errors import ResilienceError
 from resilience.failover.error_monitor import ErrorMonitor, NodeFault, from_message, of_code
 from resilience.failover.exits import UNFIT
@@ -195,7 +195,7 @@ class KubernetesErrorMonitor(ErrorMonitor):
 
 def uncordon(argv: list[str]) -> int:
     """``resilience kubernetes uncordon NODE``: put nodes back in service that were marked by us."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="resilience kubernetes uncordon",
         description="Put nodes back in service: uncordon them, remove our taint and notes; what they were marked for stays known.",
     )

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING, Any
 
 from resilience.integrations.kubernetes import events, placement, pods
@@ -136,13 +137,13 @@ class Groups:
             return
         if not any(it.filled or it.waits for it in members):
             record.state = escalation.paused(record.state, now)  # a job that has ended waits for nobody
-        told = []
-        for decision in escalation.due(record.state, self._rules, now, waiting(record, members)):
-            told.append((decision, self._decided(record, decision, members, now)))
+        decided = escalation.due(record.state, self._rules, now, waiting(record, members))
+        for decision in decided:
+            self._write_down(record, decision, members, now)
         self._memory.save(record)
         self._records[key] = record
-        for decision, about in told:
-            self._tell(record, decision, about, now)
+        self._tell(record)
+        self._warn_of_return(record, members, {decision.group for decision in decided if decision.move})
         try:
             self._carry_on(record, members, now)
         except pods.NamespaceGone as error:
@@ -166,20 +167,21 @@ class Groups:
 
     # -- a group that moves -----------------------------------------------------------------------------------------
 
-    def _decided(self, record: Record, decision: Decision, members: Sequence[Member], now: float) -> list[Member]:
-        """Write into the record what a decision means; return the pods it is about."""
+    def _write_down(self, record: Record, decision: Decision, members: Sequence[Member], now: float) -> None:
+        """Write into the record what a decision means, and what is to be told of it."""
         seats = [name for name, seat in record.seats.items() if seat.group == decision.group]
         about = [it for it in members if it.seat in seats and not it.finished]
         if not decision.move:
             record.state = escalation.refused(record.state, decision.group)
-            return about
+            record.telling.append(_news(record, decision, about, now))
+            return
         record.state = escalation.moved(record.state, decision.group, seats, now)
         # What has failed stays to be looked at, unless it stands in the way of the pod that is made again under its name.
         record.doomed |= {it.name: it.uid for it in about if it.owner is None or it.phase != "Failed"}
         record.making += [name for name in seats if name in record.plain and name not in record.making]
         for node in self._old_nodes(record, seats):
             record.marked[node] = now
-        return about
+        record.telling.append(_news(record, decision, about, now))
 
     def _old_nodes(self, record: Record, seats: Sequence[str]) -> list[str]:
         ran_on = {record.seats[name].node for name in seats} - {""}
@@ -192,29 +194,26 @@ class Groups:
         found = self._api.list_all(Kind("", "v1", "nodes", label, namespaced=False))[0]
         return {str(node["metadata"]["name"]): str(node["metadata"]["labels"][label]) for node in found}
 
-    def _tell(self, record: Record, decision: Decision, about: Sequence[Member], now: float) -> None:
-        name = f"{record.namespace}/{record.job}"
-        _LOG.warning("job %s: %s.", name, decision.reason)
-        reason = "GroupFailover" if decision.move else "GroupFailoverRefused"
-        key = f"{name}/{decision.group}/{record.state.moves}"
-        owners = {str(it.owner["uid"]): it.owner for it in about if it.owner is not None}
-        for owner in owners.values():
-            meta = {"name": owner["name"], "namespace": record.namespace, "uid": owner["uid"]}
-            thing = {"apiVersion": owner["apiVersion"], "kind": owner["kind"], "metadata": meta}
-            events.record(self._api, thing, reason, decision.reason, now, key=key)
-        for it in about:
-            meta = {"name": it.name, "namespace": record.namespace, "uid": it.uid}
-            thing = {"apiVersion": "v1", "kind": "Pod", "metadata": meta}
-            events.record(self._api, thing, reason, decision.reason, now, key=key)
-        if decision.move and owners and not self._options.taint_old_rack:
-            known = self._pods.get(record.key, {})
-            if not all(placement.avoids(known[it.uid], *record.key) for it in about if it.uid in known):
-                key = placement.avoid_key(*record.key)
-                _LOG.warning(
-                    "job %s: its pods' template does not keep them away from nodes with the label %s, so they may come back to "
-                    "the same rack. Add that to the template (see docs/kubernetes-groups.md), or give --taint-old-rack.",
-                    *(name, key),
-                )
+    def _tell(self, record: Record) -> None:
+        """Record the Events that are due. A controller that is killed meanwhile tells them again, and nothing is there twice."""
+        for news in record.telling:
+            _LOG.warning("job %s/%s: %s.", record.namespace, record.job, news["message"])
+            for thing in news["about"]:
+                events.record(self._api, thing, news["reason"], news["message"], news["at"], key=news["key"])
+        record.telling = []
+
+    def _warn_of_return(self, record: Record, members: Sequence[Member], groups: AbstractSet[str]) -> None:
+        """Say where nothing keeps pods of groups that move from coming back."""
+        seats = {name for name, seat in record.seats.items() if seat.group in groups}
+        known = self._pods.get(record.key, {})
+        owned = [known[it.uid] for it in members if it.seat in seats and it.owner is not None and not it.finished]
+        if self._options.taint_old_rack or all(placement.avoids(pod, *record.key) for pod in owned):
+            return
+        _LOG.warning(
+            "job %s: its pods' template does not keep them away from nodes with the label %s, so they may come back to "
+            "the same rack. Add that to the template (see docs/kubernetes-groups.md), or give --taint-old-rack.",
+            *("/".join(record.key), placement.avoid_key(*record.key)),
+        )
 
     def _carry_on(self, record: Record, members: Sequence[Member], now: float) -> None:
         """Do what the record says is to be done, as far as it goes now."""
@@ -312,3 +311,23 @@ class Groups:
 
 def _taint(record: Record) -> dict[str, str]:
     return {"key": placement.MOVED_TAINT, "value": placement.job_word(*record.key), "effect": "NoSchedule"}
+
+
+def _news(record: Record, decision: Decision, about: Sequence[Member], now: float) -> dict[str, Any]:
+    """Return what Events say of a decision, and about what: the pods of the group, and whoever made them."""
+    owners = {str(it.owner["uid"]): it.owner for it in about if it.owner is not None}
+    of_pods = ({"apiVersion": "v1", "kind": "Pod", "name": it.name, "uid": it.uid} for it in about)
+    return {
+        "reason": "GroupFailover" if decision.move else "GroupFailoverRefused",
+        "message": decision.reason,
+        "key": f"{record.namespace}/{record.job}/{decision.group}/{record.state.moves}",
+        "at": now,
+        "about": [
+            {
+                "apiVersion": it["apiVersion"],
+                "kind": it["kind"],
+                "metadata": {"name": it["name"], "namespace": record.namespace, "uid": it["uid"]},
+            }
+            for it in (*owners.values(), *of_pods)
+        ],
+    }

@@ -224,9 +224,8 @@ class FlashIO:
             self.wait()
         except BaseException as error:
             self._end_thread()
-            staged.__exit__(
-                type(error), error, error.__traceback__
-            )  # the saver goes on, and the next life makes the files
+            # The saver goes on, and the next life makes the files.
+            staged.__exit__(type(error), error, error.__traceback__)
             raise
         self._end_thread()
         staged.close(self._timeout)

@@ -125,9 +125,8 @@ def _callback_states(trainer: Any) -> dict[str, Any]:
 def _added(standard: dict[str, Any], checkpoint: dict[str, Any]) -> dict[str, Any]:
     """Return what hooks have put into a checkpoint, or in the place of what was there; a thing that was only given another name
     (as weight averaging does with the weights) by that, and not once more."""
-    names = {
-        id(value): key for key, value in standard.items() if isinstance(value, (dict, list))
-    }  # a number is nobody's own
+    # A number is nobody's own.
+    names = {id(value): key for key, value in standard.items() if isinstance(value, (dict, list))}
     new = {key: value for key, value in checkpoint.items() if value is not standard.get(key, _NOTHING)}
     same = {key: names[id(value)] for key, value in new.items() if id(value) in names}
     found = {key: value for key, value in new.items() if key not in same}

@@ -1,15 +1,19 @@
-"""The "User Guide with Node Group Using", its Kubernetes part, as it is written there: labels, contiguous ranks, escalation."""
+"""The "User Guide with Node Group Using", as it is written there: labels, contiguous ranks, escalation; Kubernetes and Ray."""
 
 from __future__ import annotations
 
+import argparse
 import itertools
 from typing import Any
 
 import pytest
+from omegaconf import DictConfig
 from resilience.integrations.kubernetes.controller import Options
 from resilience.integrations.kubernetes.members import member
 from resilience.integrations.kubernetes.memory import Record
 from resilience.integrations.kubernetes.observing import observe
+from resilience.integrations.ray import DLJobBuilder
+from resilience.integrations.ray.spec import Groups
 
 from resilience.config import resolve
 from resilience.errors import ConfigError
@@ -18,6 +22,7 @@ from resilience.groups.topology import Place, from_labels
 from resilience.launcher.ranks import assign
 from resilience.launcher.roster import Member
 from tests.integrations.kubernetes.pods import pod
+from tests.integrations.ray.world import running
 
 # The document's table: label, format, examples.
 INDEX = ("scheduling/rack-group", ["0", "1", "2", "3"])
@@ -108,3 +113,36 @@ def test_2_if_a_nodes_fault_tolerance_is_blocked_it_escalates_to_the_entire_grou
             break
     assert decisions == [(400.0, "1")]
     assert "Insufficient nvidia.com/gpu" in due(record.state, Rules(), 400.0)[0].reason
+
+
+# -- Usage On Ray --------------------------------------------------------------------------------------------------------
+
+
+def test_example_for_ray_builds_as_it_is_written() -> None:
+    args = argparse.Namespace(lr=0.1, layers=[1, 2], name="llm")
+    job = (
+        DLJobBuilder()
+        .config(DictConfig(args.__dict__))
+        .nodes(4)
+        .nproc_per_node(2)
+        .train("train.py")
+        .workload("xxx").enable_node_group_failover("RACK_ID", 300)
+        .build()
+    )  # fmt: skip
+    assert job.spec.groups == Groups("RACK_ID", 300)
+    assert (job.spec.workload, job.spec.config) == ("xxx", args.__dict__)
+
+
+def test_on_ray_too_the_default_timeout_is_300_seconds() -> None:
+    job = DLJobBuilder().train("train.py").enable_node_group_failover("RACK_ID").build()
+    assert job.spec.groups is not None
+    assert job.spec.groups.threshold_s == 300.0
+
+
+def test_on_ray_all_nodes_with_the_same_label_value_follow_the_source_node_after_the_threshold() -> None:
+    it = running("aabbcc", 4, threshold=300)
+    it.kill_node(it.node(3))
+    it.run(295)
+    assert it.racks()[:3] == ["a", "a", "b"]
+    it.run(10)
+    assert (it.racks(), it.running()) == (["a", "a", "c", "c"], [True] * 4)

@@ -11,19 +11,18 @@ Hazard: a Job with such a policy needs ``restartPolicy: Never``. A container tha
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
+from resilience.integrations.flags import unknown_accelerator
 from resilience.integrations.kubernetes.job.values import NO_GANG, JobValues, quantity
 from resilience.integrations.kubernetes.placement import away_from_nodes_left
 from resilience.integrations.kubernetes.podgroups.jobs import GANG, MIN_MEMBER, PRIORITY, QUEUE, SCHEDULER_NAME
 from resilience.integrations.kubernetes.podgroups.schedulers import GangScheduler, Marks, scheduler
+from resilience.integrations.values import launcher_flags
 
-from resilience.errors import ConfigError, nearest
 from resilience.failover import exits
 from resilience.failover.failure import HARDWARE_CODES
 from resilience.groups import topology
-from resilience.nodecheck import accelerators
 
 JOB_LABEL = "resilience.dev/job"
 CONTAINER = "train"
@@ -68,18 +67,7 @@ def notes(values: JobValues) -> tuple[str, ...]:
             "no memory is set aside for FlashCheckpoint's snapshots: give snapshot_state if the script uses it. It says the figure "
             "before step 0."
         )
-    return (*found, *_unknown_accelerator(values.accelerator))
-
-
-def _unknown_accelerator(name: str) -> Iterator[str]:
-    """Say where a name is not known here: it may be an entry point of a package in the image, or a typo."""
-    try:
-        accelerators.check_name(name or accelerators.AUTO)
-    except ConfigError:
-        yield (
-            f"accelerator {name!r} is not known here.{nearest(name, accelerators.names())} The image must have an entry point of "
-            f"that name (group {accelerators.GROUP}), else every launcher ends with 2."
-        )
+    return (*found, *unknown_accelerator(values.accelerator))
 
 
 def _metadata(values: JobValues, name: str = "", **more: Any) -> dict[str, Any]:
@@ -240,15 +228,7 @@ def _command(values: JobValues) -> list[str]:
 
 def arguments(values: JobValues) -> list[str]:
     """Return the launcher's arguments. ``$(NAME)`` is filled in by the kubelet, from the container's environment."""
-    least = values.min_nodes or values.nodes
-    flags = [
-        f"--nnodes={values.nodes}" if least == values.nodes else f"--nnodes={least}:{values.nodes}",
-        f"--nproc-per-node={values.ranks}",
-        f"--max-restarts={values.max_restarts}",
-        f"--ft-stop-grace={values.stop_grace}",
-    ]
-    if values.network_check:
-        flags += ["--network-check", *([f"--accelerator={values.accelerator}"] if values.accelerator else [])]
+    flags = launcher_flags(values)
     if values.nodes > 1:
         flags += [
             "--rdzv-backend=c10d",

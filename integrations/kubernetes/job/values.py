@@ -10,17 +10,17 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
-import yaml
+from resilience.integrations import flags
+from resilience.integrations import values as schema
 from resilience.integrations.kubernetes.podgroups import PodGroup, PodGroupError
 from resilience.integrations.kubernetes.podgroups.schedulers import SCHEDULERS
+from resilience.integrations.values import ValuesError, settle, value
 
-from resilience.errors import ConfigError, nearest
+from resilience.errors import nearest
 
 NO_GANG = "none"
 _OF_THE_GANG = ("scheduler_name", "queue", "priority", "controller")
@@ -31,80 +31,65 @@ _SCALE |= {f"{unit}i": 1024.0**power for power, unit in enumerate("KMGTPE", 1)}
 _LONGEST = 63  # of a host name
 
 
-class ValuesError(ConfigError):
-    """A value of a training job that can't be meant."""
-
-
-def _value(default: Any, doc: str) -> Any:
-    if isinstance(default, dict):
-        return field(default_factory=dict, metadata={"doc": doc})
-    return field(default=default, metadata={"doc": doc})
-
-
 @dataclass(frozen=True)
 class JobValues:
     """A training job. ``name``, ``image`` and ``script`` are needed; everything else has a default that runs."""
 
-    name: str = _value("", "of the Job, and of its Service and its PodGroup where it has them")
-    image: str = _value("", "container image with the script, torch and resilience-sdk in it")
-    script: tuple[str, ...] = _value(
+    name: str = value("", "of the Job, and of its Service and its PodGroup where it has them")
+    image: str = value("", "container image with the script, torch and resilience-sdk in it")
+    script: tuple[str, ...] = value(
         (), "the training script and its arguments, as after `resilience run`; a list, or one line"
     )
-    namespace: str = _value(
+    namespace: str = value(
         "", "empty: the current one; a rack that is left is then only avoided where that is 'default'"
     )
-    nodes: int = _value(1, "Pods, one launcher in each")
-    min_nodes: int = _value(0, "the job may go on with so few; 0: it needs all")
-    nproc_per_node: int = _value(0, "ranks in each Pod; 0: one for each GPU, or one")
-    gpus_per_node: int = _value(0, "GPUs of each Pod")
-    gpu_resource: str = _value("nvidia.com/gpu", "what the cluster calls a GPU")
-    cpu: str = _value("4", "processors of each Pod")
-    memory: str = _value("8Gi", "memory of each Pod for training itself, without snapshots and shared memory")
-    snapshot_state: str = _value(
+    nodes: int = value(1, "Pods, one launcher in each")
+    min_nodes: int = value(0, "the job may go on with so few; 0: it needs all")
+    nproc_per_node: int = value(0, "ranks in each Pod; 0: one for each GPU, or one")
+    gpus_per_node: int = value(0, "GPUs of each Pod")
+    gpu_resource: str = value("nvidia.com/gpu", "what the cluster calls a GPU")
+    cpu: str = value("4", "processors of each Pod")
+    memory: str = value("8Gi", "memory of each Pod for training itself, without snapshots and shared memory")
+    snapshot_state: str = value(
         "0", "size of what FlashCheckpoint saves in one Pod, all its ranks together; its slots are added to memory"
     )
-    slots: int = _value(0, "FlashCheckpoint(slots=…); 0: its default, 3, with replicas 4")
-    replicas: int = _value(0, "FlashCheckpoint(replicas=…): copies of other nodes' snapshots are added to memory")
-    shm: str = _value("1Gi", "size of /dev/shm, for data loaders and NCCL, added to memory; 0: the runtime's 64 MiB")
-    max_restarts: int = _value(10, "--max-restarts of the launcher")
-    stop_grace: int = _value(60, "--ft-stop-grace, in seconds; the Pod's termination grace is longer by 30 s")
-    port: int = _value(29400, "of the rendezvous")
-    store: str = _value("", "HOST:PORT of a `resilience store`; empty: Pod 0 has the store")
-    network_check: bool = _value(
-        False, "check every node before each start; a faulty one ends with 80 and never trains"
-    )
-    accelerator: str = _value("", "what is checked: cpu, nvidia, ascend or your own; empty: what torch finds")
-    launcher_args: tuple[str, ...] = _value((), "more flags for `resilience run`; a list, or one line")
-    env: Mapping[str, str] = _value({}, "environment variables of the container")
-    checkpoint_claim: str = _value("", "PersistentVolumeClaim for checkpoints that is there already")
-    checkpoint_size: str = _value("", "make a PersistentVolumeClaim of this size for checkpoints")
-    storage_class: str = _value("", "of that claim; empty: the cluster's default")
-    checkpoint_path: str = _value("/checkpoints", "where checkpoints are mounted; reports go below it too")
-    gang: str = _value(
+    slots: int = value(0, "FlashCheckpoint(slots=…); 0: its default, 3, with replicas 4")
+    replicas: int = value(0, "FlashCheckpoint(replicas=…): copies of other nodes' snapshots are added to memory")
+    shm: str = value("1Gi", "size of /dev/shm, for data loaders and NCCL, added to memory; 0: the runtime's 64 MiB")
+    max_restarts: int = value(10, "--max-restarts of the launcher")
+    stop_grace: int = value(60, "--ft-stop-grace, in seconds; the Pod's termination grace is longer by 30 s")
+    port: int = value(29400, "of the rendezvous")
+    store: str = value("", "HOST:PORT of a `resilience store`; empty: Pod 0 has the store")
+    network_check: bool = value(False, "check every node before each start; a faulty one ends with 80 and never trains")
+    accelerator: str = value("", "what is checked: cpu, nvidia, ascend or your own; empty: what torch finds")
+    launcher_args: tuple[str, ...] = value((), "more flags for `resilience run`; a list, or one line")
+    env: Mapping[str, str] = value({}, "environment variables of the container")
+    checkpoint_claim: str = value("", "PersistentVolumeClaim for checkpoints that is there already")
+    checkpoint_size: str = value("", "make a PersistentVolumeClaim of this size for checkpoints")
+    storage_class: str = value("", "of that claim; empty: the cluster's default")
+    checkpoint_path: str = value("/checkpoints", "where checkpoints are mounted; reports go below it too")
+    gang: str = value(
         NO_GANG,
         "gang scheduler of the cluster: t9k, coscheduling, volcano; none: Pods are placed one by one, on any cluster",
     )
-    scheduler_name: str = _value("", "its schedulerName, where that is not the usual one")
-    queue: str = _value("default", "of the PodGroup")
-    priority: int = _value(-1, "of the PodGroup, 0 to 100; -1: the scheduler's default")
-    controller: bool = _value(False, "`resilience kubernetes controller` runs in the cluster and makes the PodGroup")
-    backoff_limit: int = _value(-1, "Pods that may fail in ways that are counted; -1: three for each node")
-    active_deadline: int = _value(0, "seconds after which the Job is ended whatever it does; 0: none")
-    ttl_after_finished: int = _value(0, "seconds after which a finished Job is deleted; 0: it stays")
-    node_selector: Mapping[str, str] = _value({}, "labels of the nodes to run on")
-    priority_class: str = _value("", "priorityClassName of the Pods")
-    service_account: str = _value("", "of the Pods; they need no rights")
-    image_pull_policy: str = _value("IfNotPresent", "Always, IfNotPresent or Never")
-    image_pull_secrets: tuple[str, ...] = _value((), "names of Secrets")
+    scheduler_name: str = value("", "its schedulerName, where that is not the usual one")
+    queue: str = value("default", "of the PodGroup")
+    priority: int = value(-1, "of the PodGroup, 0 to 100; -1: the scheduler's default")
+    controller: bool = value(False, "`resilience kubernetes controller` runs in the cluster and makes the PodGroup")
+    backoff_limit: int = value(-1, "Pods that may fail in ways that are counted; -1: three for each node")
+    active_deadline: int = value(0, "seconds after which the Job is ended whatever it does; 0: none")
+    ttl_after_finished: int = value(0, "seconds after which a finished Job is deleted; 0: it stays")
+    node_selector: Mapping[str, str] = value({}, "labels of the nodes to run on")
+    priority_class: str = value("", "priorityClassName of the Pods")
+    service_account: str = value("", "of the Pods; they need no rights")
+    image_pull_policy: str = value("IfNotPresent", "Always, IfNotPresent or Never")
+    image_pull_secrets: tuple[str, ...] = value((), "names of Secrets")
 
     def __post_init__(self) -> None:
-        for item in dataclasses.fields(self):
-            object.__setattr__(self, item.name, _typed(item.name, getattr(self, item.name), item))
-        for name in ("name", "image", "script"):
-            if not getattr(self, name):
-                raise ValuesError(f"{name} is missing: {documentation()[name]}.")
+        settle(self, needed=("name", "image", "script"))
         self._check_numbers()
         self._check_names()
+        flags.check(self.launcher_args, self.env)
 
     def _check_names(self) -> None:
         last = f"{self.name}-{self.nodes - 1}"
@@ -186,29 +171,12 @@ class JobValues:
 
 def documentation() -> dict[str, str]:
     """Return what each value means."""
-    return {item.name: str(item.metadata["doc"]) for item in dataclasses.fields(JobValues)}
+    return schema.documentation(JobValues)
 
 
 def from_mapping(given: Mapping[str, Any], source: str = "values") -> JobValues:
     """Return the values in a mapping; raise for a key that there is not."""
-    known = documentation()
-    for key in given:
-        if key not in known:
-            raise ValuesError(f"unknown value {key!r} ({source}).{nearest(str(key), known)}")
-    return JobValues(**given)
-
-
-def from_file(path: str) -> dict[str, Any]:
-    """Return what a values file says, unchecked but for its form."""
-    try:
-        found = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError) as error:
-        raise ValuesError(f"the values file {path} can't be read: {error}") from error
-    if found is None:
-        return {}
-    if not isinstance(found, dict):
-        raise ValuesError(f"the values file {path} must hold keys and values, not {type(found).__name__}.")
-    return found
+    return schema.from_mapping(JobValues, given, source)
 
 
 def quantity(text: str, name: str) -> float:
@@ -217,33 +185,3 @@ def quantity(text: str, name: str) -> float:
     if found is None:
         raise ValuesError(f"{name} {text!r} is no quantity: write 500m, 4, 16Gi, 200G.")
     return float(found[1]) * _SCALE[found[2]]
-
-
-def _words(name: str, text: str) -> list[str]:
-    """Return the words of a text, as a shell reads them."""
-    try:
-        return shlex.split(text)
-    except ValueError as error:
-        raise ValuesError(f"{name} is {text!r}, which no shell can read: {error}. Write a list of words.") from error
-
-
-def _typed(name: str, value: Any, item: dataclasses.Field[Any]) -> Any:
-    """Return a value in the type of its field; raise where it is of another one."""
-    default = {} if item.default is dataclasses.MISSING else item.default
-    if isinstance(default, bool):
-        fits, wanted = isinstance(value, bool), "true or false"
-    elif isinstance(default, int):
-        fits, wanted = type(value) is int, "a whole number"
-    elif isinstance(default, tuple):
-        value = _words(name, value) if isinstance(value, str) else value
-        fits = isinstance(value, (list, tuple)) and all(isinstance(word, (str, int, float)) for word in value)
-        value, wanted = tuple(map(str, value)) if fits else value, "a list of words, or one line of them"
-    elif isinstance(default, dict):
-        fits = isinstance(value, Mapping) and all(isinstance(entry, (str, int, float)) for entry in value.values())
-        value, wanted = {str(k): str(v) for k, v in value.items()} if fits else value, "names and texts"
-    else:
-        fits = isinstance(value, str) or type(value) in (int, float)
-        value, wanted = str(value) if fits else value, "a text"
-    if not fits:
-        raise ValuesError(f"{name} is {value!r}: it must be {wanted}.")
-    return value

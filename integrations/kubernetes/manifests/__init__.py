@@ -5,7 +5,6 @@ Rule: the roles hold what the parts use and nothing else; a test runs the contro
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,8 @@ from typing import Any
 import yaml
 from resilience.integrations.kubernetes import controller, words
 from resilience.integrations.kubernetes.api import CONTROLLER_NAMESPACE
+
+from resilience.command import Parser
 
 NAMESPACE, IMAGE = CONTROLLER_NAMESPACE, "resilience:latest"
 RBAC = ("ClusterRole", "ClusterRoleBinding", "Role", "RoleBinding")
@@ -38,10 +39,9 @@ def manifests(namespace: str = NAMESPACE, image: str = IMAGE, replicas: int = 2)
 
 def main(argv: list[str]) -> int:
     """Print the manifests as YAML."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="resilience kubernetes manifests",
         description="Print the controller's manifests; pipe them into `kubectl apply -f -`.",
-        allow_abbrev=False,
     )
     parser.add_argument(
         "--namespace", type=words.name, default=NAMESPACE, help="where the controller runs (default: %(default)s)"

@@ -18,6 +18,7 @@ from resilience.integrations.kubernetes.podgroups.group import DEFAULT_QUEUE, Po
 from resilience.integrations.kubernetes.podgroups.jobs import KINDS, wish
 from resilience.integrations.kubernetes.podgroups.schedulers import SCHEDULERS, GangScheduler, read, scheduler
 
+from resilience.command import Parser
 from resilience.errors import nearest
 
 _PROG = "resilience kubernetes podgroup"
@@ -31,25 +32,21 @@ def main(argv: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=_PROG, description="Groups of Pods that start together or not at all.", allow_abbrev=False
-    )
+    parser = Parser(prog=_PROG, description="Groups of Pods that start together or not at all.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="render|apply|join|crd")
-    render = commands.add_parser("render", help="print the group as YAML", allow_abbrev=False)
-    apply = commands.add_parser("apply", help="create the group in the cluster, or change it", allow_abbrev=False)
+    render = commands.add_parser("render", help="print the group as YAML")
+    apply = commands.add_parser("apply", help="create the group in the cluster, or change it")
     for one in (render, apply):
         _add_description(one)
         _add_cluster(one)
-    join = commands.add_parser("join", help="label Pods that wait, so that they belong to a group", allow_abbrev=False)
+    join = commands.add_parser("join", help="label Pods that wait, so that they belong to a group")
     join.add_argument("group", help="the group's name")
     join.add_argument("pods", nargs="+", metavar="pod")
     join.add_argument("--role", default="", help="the Pods' role in the group")
     join.add_argument("--namespace", "-n", default="default")
     _add_scheduler(join, "t9k")
     _add_cluster(join)
-    commands.add_parser(
-        "crd", help="print the definition of T9k's PodGroup, for a cluster that has none", allow_abbrev=False
-    )
+    commands.add_parser("crd", help="print the definition of T9k's PodGroup, for a cluster that has none")
     return parser
 
 

@@ -92,10 +92,14 @@ class Cluster:
         self.api.delete(PODS, name, self.name, grace_s=0)
 
     def let_go(self) -> list[str]:
-        """Take away every pod that is to end, as kubelets do; return their names."""
+        """Take away every pod that is to end, as kubelets do; return their names.
+
+        Of a pod that has failed the server writes that it is to end, and takes it away itself a moment later.
+        """
         leaving = [name for name, it in self.pods().items() if it["metadata"].get("deletionTimestamp")]
         for name in leaving:
-            self.gone(name)
+            with contextlib.suppress(NotFound):
+                self.gone(name)
         return leaving
 
     def events(self, namespace: str = "") -> list[dict[str, Any]]:

@@ -70,7 +70,9 @@ def test_shipped_role_suffices_for_everything_the_controller_does(cluster: Clust
     cluster.say("x", ended(14))
     await_mark(cluster, nodes[2])
     wait_for(
-        lambda: "waits" not in running.log() and state_of(cluster), f"the members to be known\n{running.log()}", 60
+        lambda: "waits" not in running.log() and state_of(cluster),
+        lambda: f"the members to be known\n{running.log()}",
+        60,
     )
     cluster.say("w1", ended(1))
 
@@ -100,7 +102,7 @@ def test_permission_that_is_missing_is_named_in_the_controllers_log(
     cluster.say("x", ended(14))
     running = cluster.controller(tmp_path / "c", kubeconfig=config)
     wanted = f'missing permission: verb "{without[0]}", resource "{without[1]}"'
-    wait_for(lambda: wanted in running.log(), f"{wanted} in the log:\n{running.log()}", 60)
+    wait_for(lambda: wanted in running.log(), lambda: f"{wanted} in the log:\n{running.log()}", 60)
 
 
 def test_groups_are_looked_after_where_another_part_may_not_list_what_it_needs(
@@ -109,8 +111,8 @@ def test_groups_are_looked_after_where_another_part_may_not_list_what_it_needs(
     config = cluster.server.kubeconfig(tmp_path / "config", install(cluster, ("list", "jobs")))
     cluster.pod("w0", group=0, rack=f"{cluster.name}-r", node=cluster.node("a", rack="r"))
     running = cluster.controller(tmp_path / "c", kubeconfig=config)
-    wait_for(lambda: 'resource "jobs"' in running.log(), f"the refusal\n{running.log()}", 60)
-    wait_for(lambda: state_of(cluster), f"the member to be known\n{running.log()}", 60)
+    wait_for(lambda: 'resource "jobs"' in running.log(), lambda: f"the refusal\n{running.log()}", 60)
+    wait_for(lambda: state_of(cluster), lambda: f"the member to be known\n{running.log()}", 60)
 
 
 @pytest.mark.long

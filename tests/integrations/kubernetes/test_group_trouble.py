@@ -11,7 +11,7 @@ from resilience.integrations.kubernetes.delivery import Delivery
 from resilience.integrations.kubernetes.parts import ADDED, PODS, Kind, Thing
 from resilience.integrations.kubernetes.pods import is_gone, is_there
 
-from tests.integrations.kubernetes.cluster import NAMESPACES, Cluster
+from tests.integrations.kubernetes.cluster import EVENTS, NAMESPACES, Cluster
 from tests.integrations.kubernetes.pods import JOB, ended
 from tests.integrations.kubernetes.test_controller import state_of
 from tests.integrations.kubernetes.test_group_failover import OWNER, Hand, avoided, leaving, two_groups
@@ -106,6 +106,44 @@ def test_record_that_cant_be_read_is_written_over(cluster: Cluster) -> None:
         hand.tick(now)
     (after,) = state_of(cluster)
     assert after["data"] == found["data"]
+
+
+class Killed(BaseException):
+    """The end of a controller's process."""
+
+
+class Mortal(Api):
+    """The API server; the controller that writes the Event of this number is killed before it does."""
+
+    fatal = 0
+
+    def create(self, kind: Kind, thing: Thing, namespace: str = "", **more: Any) -> dict[str, Any]:
+        if kind == EVENTS:
+            self.fatal -= 1
+            if not self.fatal:
+                raise Killed
+        return super().create(kind, thing, namespace, **more)
+
+
+@pytest.mark.parametrize("fatal", [1, 2])
+def test_controller_killed_between_a_move_and_its_events_leaves_them_to_the_next_one(
+    cluster: Cluster, fatal: int
+) -> None:
+    two_groups(cluster, owned=True)
+    cluster.api = mortal = Mortal(cluster.server.client())
+    hand = Hand(cluster)
+    hand.tick(0.0)
+    cluster.gone("w1")
+    hand.tick(10.0)
+    mortal.fatal = fatal
+    with pytest.raises(Killed):
+        hand.tick(310.0)
+    hand.restart()
+    hand.tick(315.0)
+    hand.tick(320.0)
+    told = [it["involvedObject"]["kind"] for it in cluster.events() if it["reason"] == "GroupFailover"]
+    assert sorted(told) == ["Job", "Pod"], "each once"
+    assert leaving(cluster) == {"w0"}
 
 
 def test_records_of_another_namespace_in_the_same_place_are_left_alone(cluster: Cluster, api_server: ApiServer) -> None:

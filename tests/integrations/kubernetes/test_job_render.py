@@ -22,7 +22,7 @@ from resilience.integrations.kubernetes.job.values import JobValues, ValuesError
 
 from resilience.failover import exits
 from resilience.failover.failure import HARDWARE_CODES
-from tests.jobs import free_port
+from tests.ports import free_port
 
 MODELS = {"Job": "V1Job", "Service": "V1Service", "PersistentVolumeClaim": "V1PersistentVolumeClaim"}
 LLM: dict[str, Any] = {"name": "llm", "image": "registry/llm:1", "script": ["train.py", "--lr", "0.1"]}

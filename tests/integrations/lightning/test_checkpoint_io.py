@@ -104,7 +104,7 @@ TABLE: dict[str, dict[str, Any]] = {
 
 
 FEW = ("the best two", "the last as a link")
-ROWS = [pytest.param(row, id=name, marks=() if name in FEW else pytest.mark.long) for name, row in TABLE.items()]
+ROWS = [pytest.param(row, id=name, marks=() if name in FEW else pytest.mark.rare) for name, row in TABLE.items()]
 
 
 @pytest.mark.parametrize("options", ROWS)
@@ -212,7 +212,7 @@ def dies(folder: Path, *names: str, staged: str = "") -> None:
     assert not list(folder.glob("*.ckpt"))
 
 
-@pytest.mark.parametrize("staged", ["", pytest.param("elsewhere", marks=pytest.mark.long)])
+@pytest.mark.parametrize("staged", ["", pytest.param("elsewhere", marks=pytest.mark.rare)])
 def test_checkpoint_of_a_process_that_died_before_its_file_was_made_is_made_by_the_next(
     tmp_path: Path, staged: str
 ) -> None:

@@ -106,9 +106,8 @@ def test_under_plain_python_sigterm_stops_between_two_batches_and_the_next_proce
     assert_same(tmp_path / "broken", tmp_path / "straight")
 
 
-@pytest.mark.parametrize(
-    "strategy", [pytest.param("ddp", marks=pytest.mark.long), pytest.param("ddp_spawn", marks=pytest.mark.rare)]
-)
+@pytest.mark.rare
+@pytest.mark.parametrize("strategy", ["ddp", "ddp_spawn"])
 def test_ranks_that_lightning_starts_itself_have_snapshots_too(tmp_path: Path, strategy: str) -> None:
     env = {**os.environ, "OMP_NUM_THREADS": "1", "STRATEGY": strategy, "DEVICES": "2"}
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):

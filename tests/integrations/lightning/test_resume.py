@@ -10,7 +10,7 @@ import pytest
 from tests.integrations.lightning.training import Counting, Crash, Outcome, Rows, StopAfter, trained
 
 pytestmark = pytest.mark.spawns  # savers
-LONG = pytest.mark.long
+LONG, RARE = pytest.mark.long, pytest.mark.rare
 _kept: dict[str, Outcome] = {}
 
 
@@ -30,7 +30,7 @@ def resumed(folder: Path, crash_at: int, **settings: Any) -> Outcome:
     return trained(folder / "broken", rows=rows, **settings)
 
 
-@pytest.mark.parametrize("crash_at", [3, 8, pytest.param(9, marks=LONG), pytest.param(21, marks=LONG)])
+@pytest.mark.parametrize("crash_at", [3, 8, pytest.param(9, marks=LONG), pytest.param(21, marks=RARE)])
 def test_training_that_crashed_in_any_batch_of_an_epoch_ends_as_one_that_did_not(tmp_path: Path, crash_at: int) -> None:
     assert resumed(tmp_path, crash_at) == undisturbed(tmp_path)
 
@@ -42,10 +42,11 @@ def test_training_that_crashed_in_any_batch_of_an_epoch_ends_as_one_that_did_not
         "noisy",
         "stateful",
         "own batches",
-        *(pytest.param(kind, marks=LONG) for kind in ("generator", "stream", "replacement", "endless", "sized stream")),
+        *(pytest.param(kind, marks=LONG) for kind in ("generator", "endless")),
+        *(pytest.param(kind, marks=RARE) for kind in ("stream", "replacement", "sized stream")),
     ],
 )
-@pytest.mark.parametrize("crash_at", [pytest.param(5, marks=LONG), 13])
+@pytest.mark.parametrize("crash_at", [pytest.param(5, marks=RARE), 13])
 def test_every_kind_of_loader_is_at_the_right_batch_again(tmp_path: Path, kind: str, crash_at: int) -> None:
     assert resumed(tmp_path, crash_at, kind=kind) == undisturbed(tmp_path, kind=kind)
 
@@ -56,11 +57,11 @@ def test_every_kind_of_loader_is_at_the_right_batch_again(tmp_path: Path, kind: 
         {"val_check_interval": 3},
         {"accumulate_grad_batches": 3},
         pytest.param({"max_steps": 19, "max_epochs": -1}, marks=LONG),
-        pytest.param({"limit_train_batches": 5}, marks=LONG),
-        pytest.param({"limit_val_batches": 0, "max_epochs": 2}, marks=LONG),
-        pytest.param({"check_val_every_n_epoch": 2}, marks=LONG),
+        pytest.param({"limit_train_batches": 5}, marks=RARE),
+        pytest.param({"limit_val_batches": 0, "max_epochs": 2}, marks=RARE),
+        pytest.param({"check_val_every_n_epoch": 2}, marks=RARE),
         pytest.param({"manual": True}, marks=LONG),
-        pytest.param({"log_every_n_steps": 4, "gradient_clip_val": 0.5}, marks=LONG),
+        pytest.param({"log_every_n_steps": 4, "gradient_clip_val": 0.5}, marks=RARE),
     ],
     ids=",".join,
 )

@@ -22,8 +22,13 @@ def ends(folder: Path, kind: str, env: dict[str, str]) -> tuple[list[str], str]:
         return [(folder / "out" / f"final_{rank}").read_text() for rank in range(2)], it.log()
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("kind", ["ddp", "fsdp", "model_parallel"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param("model_parallel", marks=pytest.mark.long),
+        *(pytest.param(kind, marks=pytest.mark.rare) for kind in ("ddp", "fsdp")),
+    ],
+)
 def test_sharded_or_not_a_kill_in_the_middle_of_an_epoch_changes_nothing(tmp_path: Path, kind: str) -> None:
     straight, _ = ends(tmp_path / "straight", kind, {})
     broken, log = ends(tmp_path / "broken", kind, {"RESILIENCE_SIMULATED_FAULT": "kill:rank=1,step=17"})
@@ -34,7 +39,7 @@ def test_sharded_or_not_a_kill_in_the_middle_of_an_epoch_changes_nothing(tmp_pat
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param("ddp", marks=pytest.mark.rare), pytest.param("model_parallel", marks=pytest.mark.long)]
+    "kind", [pytest.param("ddp", marks=pytest.mark.long), pytest.param("model_parallel", marks=pytest.mark.rare)]
 )
 def test_snapshot_of_this_job_counts_more_than_the_checkpoint_that_the_script_begins_with(
     tmp_path: Path, kind: str
