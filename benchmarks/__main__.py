@@ -6,7 +6,20 @@ import sys
 import time
 from collections.abc import Callable
 
-from benchmarks import checkpoint, guard, hang, harness, lightning, monitor, nodecheck, pulse, replication, restart
+from benchmarks import (
+    checkpoint,
+    guard,
+    hang,
+    harness,
+    lightning,
+    monitor,
+    nodecheck,
+    pulse,
+    ray,
+    replication,
+    restart,
+    slurm,
+)
 
 BENCHMARKS: dict[str, tuple[Callable[[], list[harness.Row]], str]] = {
     "pulse": (pulse.run, pulse.__doc__ or ""),
@@ -17,7 +30,9 @@ BENCHMARKS: dict[str, tuple[Callable[[], list[harness.Row]], str]] = {
     "guard": (guard.run, guard.__doc__ or ""),
     "lightning": (lightning.run, lightning.__doc__ or ""),
     "nodecheck": (nodecheck.run, nodecheck.__doc__ or ""),
+    "ray": (ray.run, ray.__doc__ or ""),
     "replication": (replication.run, replication.__doc__ or ""),
+    "slurm": (slurm.run, slurm.__doc__ or ""),
 }
 
 

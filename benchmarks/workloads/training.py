@@ -22,9 +22,8 @@ from resilience import FlashCheckpoint
 
 _WIDTH, _BATCH = 2048, 16
 _STEPS = 6  # of a block
-Save = Callable[
-    [int], Callable[[], object]
-]  # begins a save of a step; what it returns is called at the end of the block
+# Begins a save of a step; what it returns is called at the end of the block.
+Save = Callable[[int], Callable[[], object]]
 
 
 class Training:

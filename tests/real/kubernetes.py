@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import shutil
 import signal
-import socket
 import ssl
 import subprocess
 import tempfile
@@ -22,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from tests.conftest import MARK
 from tests.jobs import wait_for
+from tests.ports import free_ports
 
 if TYPE_CHECKING:
     from kubernetes.client import ApiClient
@@ -233,18 +232,3 @@ def impersonation(user: str | None) -> dict[str, str]:
     if user.startswith("system:serviceaccount:"):
         headers["Impersonate-Group"] = "system:serviceaccounts"
     return headers
-
-
-def free_ports(number: int) -> list[int]:
-    """Return ports that are free, below those that the kernel gives to whoever connects: a server that is down keeps its own."""
-    found: list[int] = []
-    while len(found) < number:
-        port = random.randrange(11_000, 32_000)
-        with socket.socket() as sock:
-            try:
-                sock.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-        if port not in found:
-            found.append(port)
-    return found

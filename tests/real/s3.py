@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +15,7 @@ import fsspec
 
 from tests.conftest import MARK
 from tests.jobs import wait_for
+from tests.ports import free_ports
 
 KEY, READER, SECRET = "the-key", "the-key-of-a-reader", "the-secret-of-the-test"
 PORTS = ("master", "volume", "filer", "s3")
@@ -30,7 +29,7 @@ class Server:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._ports = dict(zip(PORTS, free_pairs(len(PORTS)), strict=True))
+        self._ports = dict(zip(PORTS, free_ports(len(PORTS), 10_000), strict=True))
         self._process: subprocess.Popen[bytes] | None = None
         self._files: Any = None
         self.url = f"http://127.0.0.1:{self._ports['s3']}"
@@ -110,26 +109,3 @@ class Server:
         """Send it a signal."""
         assert self._process is not None
         self._process.send_signal(number)
-
-
-def free_pairs(number: int) -> list[int]:
-    """Return ports that are free, and so are those 10,000 above.
-
-    They are below those that the kernel gives to whoever connects: a client that calls a server that is down could
-    be given that very port, and would talk to itself.
-    """
-    found: list[int] = []
-    while len(found) < number:
-        port = random.randrange(11_000, 22_000)
-        if port not in found and _is_free(port) and _is_free(port + 10_000):
-            found.append(port)
-    return found
-
-
-def _is_free(port: int) -> bool:
-    with socket.socket() as sock:
-        try:
-            sock.bind(("127.0.0.1", port))
-        except OSError:
-            return False
-    return True

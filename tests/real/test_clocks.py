@@ -21,7 +21,7 @@ def skewed(seconds: int) -> list[str]:
 
 @pytest.mark.parametrize(("node", "seconds"), [(1, 7200), (0, -600)])
 def test_first_of_two_failures_is_the_cause_whatever_the_clocks_say(tmp_path: Path, node: int, seconds: int) -> None:
-    # Rank 1 fails 50 ms before rank 0. Uncorrected, both skews would make rank 0 the first.
+    # Rank 1 fails 50 ms before rank 0, or more. Uncorrected, both skews would make rank 0 the first.
     with Fleet(tmp_path, "2", ["--max-restarts=1"], [str(WORKLOADS / "collective.py"), "both"]) as it:
         for number in range(2):
             if number == node:
@@ -36,5 +36,5 @@ def test_first_of_two_failures_is_the_cause_whatever_the_clocks_say(tmp_path: Pa
         assert reports[0]["culprit"]["rank"] == 1, it.logs()
         assert reports[0]["culprit"]["message"] == "RuntimeError: rank 1 is sure of itself"
         gaps = {item["rank"]: item["after_s"] for item in reports[0]["failures"]}
-        assert len(gaps) == 1 or 0 < gaps[0] < 5, gaps
+        assert len(gaps) == 1 or 0 < gaps[0] < 60, gaps
         assert [launcher.wait() for launcher in it.nodes] == [0, 0], it.logs()

@@ -114,21 +114,23 @@ def test_jobs_pods_that_get_no_node_in_their_rack_move_to_another_together(clust
         "spec": {"parallelism": 2, "completions": 2, "backoffLimit": 10, "template": template(cluster)},
     }
     cluster.api.create(JOBS, job, cluster.name)
-    before = wait_for(lambda: len(racks(cluster)) == 2 and racks(cluster), f"both pods to run\n{running.log()}", 60)
+    before = wait_for(
+        lambda: len(racks(cluster)) == 2 and racks(cluster), lambda: f"both pods to run\n{running.log()}", 60
+    )
     assert before in (["a", "a"], ["b", "b"]), "the template keeps them together"
     wait_for(lambda: "groups" in running.log(), "the controller", 60)
-    wait_for(lambda: _known(cluster, 2), f"both to be known\n{running.log()}", 60)
+    wait_for(lambda: _known(cluster, 2), lambda: f"both to be known\n{running.log()}", 60)
     victim = next(iter(cluster.pods().values()))
     broken = victim["spec"]["nodeName"]
     # Before the pod fails: its replacement could be on the same node sooner than the mark.
     cluster.api.patch(NODES, broken, {"spec": {"unschedulable": True}})
     cluster.say(victim["metadata"]["name"], ended(14))
     other = [{"a": "b", "b": "a"}[before[0]]] * 2
-    wait_for(lambda: racks(cluster) == other, f"both pods to run in the other rack\n{running.log()}", 90)
+    wait_for(lambda: racks(cluster) == other, lambda: f"both pods to run in the other rack\n{running.log()}", 90)
     assert "resilience.dev/faulty" in [it["key"] for it in cluster.get_node(broken)["spec"]["taints"]]
     told = [it for it in cluster.events() if it["reason"] == "GroupFailover" and it["involvedObject"]["kind"] == "Job"]
     assert len(told) == 1
-    wait_for(lambda: not _avoided(cluster), f"the old rack to be given back\n{running.log()}", 30)
+    wait_for(lambda: not _avoided(cluster), lambda: f"the old rack to be given back\n{running.log()}", 30)
 
 
 def cordon(cluster: Cluster, rack: str, out: bool) -> None:
@@ -148,18 +150,17 @@ def test_rendered_job_needs_no_editing_for_its_faulty_node_to_be_marked_and_its_
     cordon(cluster, "b", out=True)
     for thing in render(values):
         cluster.api.create({"Service": SERVICES, "Job": JOBS}[thing["kind"]], thing, cluster.name)
-    wait_for(lambda: racks(cluster) == ["a", "a"], f"both pods to run\n{running.log()}", 60)
-    wait_for(lambda: _known(cluster, 2), f"both to be known\n{running.log()}", 60)
+    wait_for(lambda: racks(cluster) == ["a", "a"], lambda: f"both pods to run\n{running.log()}", 60)
+    wait_for(lambda: _known(cluster, 2), lambda: f"both to be known\n{running.log()}", 60)
     victim = next(iter(cluster.pods().values()))
     broken = victim["spec"]["nodeName"]
-    cluster.api.patch(
-        NODES, broken, {"spec": {"unschedulable": True}}
-    )  # its replacement could be there sooner than the mark
+    # Its replacement could be there sooner than the mark.
+    cluster.api.patch(NODES, broken, {"spec": {"unschedulable": True}})
     told = NodeFault(broken, "NodeCheckFailed", "the product is wrong", code=80).as_message()
     cluster.say(victim["metadata"]["name"], ended(80, told))
-    wait_for(lambda: len(_avoided(cluster)) == 2, f"the rack to be avoided\n{running.log()}", 60)
+    wait_for(lambda: len(_avoided(cluster)) == 2, lambda: f"the rack to be avoided\n{running.log()}", 60)
     cordon(cluster, "b", out=False)
-    wait_for(lambda: racks(cluster) == ["b", "b"], f"both pods to run in the other rack\n{running.log()}", 90)
+    wait_for(lambda: racks(cluster) == ["b", "b"], lambda: f"both pods to run in the other rack\n{running.log()}", 90)
     assert cluster.get_node(broken)["metadata"]["annotations"]["resilience.dev/faulty-reason"] == "NodeCheckFailed"
     assert "template does not keep them away" not in running.log()
 
@@ -174,12 +175,12 @@ def test_plain_pods_of_which_one_was_lost_are_made_again_together_in_another_rac
             "spec": spec(nodeSelector={RACK: f"{cluster.name}-a"}),
         }
         cluster.api.create(PODS, pod, cluster.name)
-    wait_for(lambda: racks(cluster) == ["a", "a"], f"both pods to run\n{running.log()}", 60)
-    wait_for(lambda: _known(cluster, 2), f"both to be known\n{running.log()}", 60)
+    wait_for(lambda: racks(cluster) == ["a", "a"], lambda: f"both pods to run\n{running.log()}", 60)
+    wait_for(lambda: _known(cluster, 2), lambda: f"both to be known\n{running.log()}", 60)
     cluster.say("w1", ended(76))
-    wait_for(lambda: racks(cluster) == ["b", "b"], f"both pods to run in the other rack\n{running.log()}", 90)
+    wait_for(lambda: racks(cluster) == ["b", "b"], lambda: f"both pods to run in the other rack\n{running.log()}", 90)
     assert set(cluster.pods()) == {"w0", "w1"}
-    wait_for(lambda: not _avoided(cluster), f"the old rack to be given back\n{running.log()}", 30)
+    wait_for(lambda: not _avoided(cluster), lambda: f"the old rack to be given back\n{running.log()}", 30)
 
 
 def test_scheduler_gives_no_pod_to_a_node_that_was_marked(cluster: Cluster, tmp_path: Path) -> None:
