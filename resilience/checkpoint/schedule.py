@@ -1,4 +1,4 @@
-"""How often to save. Pure.
+"""How often to save, and how long to keep it. Pure.
 
 An interval is a number of steps, a time, or ``"auto"``: then it follows from what a save costs and how often jobs fail, by the rule
 of Young and Daly, which makes the time lost to saving and the time lost to repeating steps equally small.
@@ -7,6 +7,7 @@ of Young and Daly, which makes the time lost to saving and the time lost to repe
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -55,6 +56,22 @@ class Every:
     def has(self, step: int) -> bool:
         """Whether so many more steps are done with this one; steps are counted from 0."""
         return self.steps > 0 and (step + 1) % self.steps == 0
+
+
+def surplus(steps: Sequence[int], keep: int, keep_every: int) -> list[int]:
+    """Return which checkpoints need not stay, as places in ``steps``, which are newest first.
+
+    Steps are counted, not checkpoints: one that was written twice, since its first write was told as failed after it had its name,
+    must not cost the step before it its place. Of such a pair the older one goes. The newest of all always stays.
+    """
+    for_good = Every(steps=keep_every)
+    staying = set(list(dict.fromkeys(steps))[: max(1, keep)])
+    gone = []
+    for place, step in enumerate(steps):
+        if step not in staying and not for_good.has(step):
+            gone.append(place)
+        staying.discard(step)
+    return gone
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from resilience.checkpoint.schedule import Every, young_daly
+from resilience.checkpoint.schedule import Every, surplus, young_daly
 from resilience.errors import ConfigError
 
 
@@ -74,3 +74,20 @@ def test_every_third_step_is_due_when_three_are_done_and_never_means_never() -> 
     assert [step for step in range(9) if Every(steps=3).has(step)] == [2, 5, 8]
     for never in (Every(), Every(seconds=1.0), Every(auto=True)):
         assert not any(never.has(step) for step in range(8))
+
+
+@pytest.mark.parametrize(
+    ("steps", "keep", "keep_every", "gone"),
+    [
+        ([3, 2, 1], 2, 0, [2]),
+        ([3, 3, 2, 1], 2, 0, [1, 3]),  # the older copy goes, and not the step before it
+        ([3, 3, 3], 2, 0, [1, 2]),
+        ([3, 2, 2, 1], 1, 0, [1, 2, 3]),
+        ([3, 2, 1], 0, 0, [1, 2]),  # never the last one
+        ([4, 3, 3, 2], 1, 2, [3]),  # what stays for good stays in all its copies
+        ([10, 50, 40], 2, 0, [2]),  # newest first, whatever the numbers: training went back
+        ([], 2, 0, []),
+    ],
+)
+def test_steps_are_kept_and_not_copies_of_one(steps: list[int], keep: int, keep_every: int, gone: list[int]) -> None:
+    assert surplus(steps, keep, keep_every) == gone

@@ -136,7 +136,7 @@ class Storage(Protocol):
         """Have a checkpoint no longer count. It stays, for whoever wants to look."""
 
     def prune(self, keep: int, keep_every: int = 0) -> Sequence[Kept]:
-        """Remove all but the newest ``keep`` checkpoints (and those of every ``keep_every``-th step); return what is gone."""
+        """Remove all but the newest ``keep`` steps (and every ``keep_every``-th); return what is gone."""
 
     def recall(self, name: str) -> bytes:
         """Return a small file that :meth:`note` left."""

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from resilience.checkpoint import files, manifest
 from resilience.checkpoint.manifest import File, Manifest, ManifestError
-from resilience.checkpoint.schedule import Every
+from resilience.checkpoint.schedule import surplus
 from resilience.checkpoint.stores.claims import in_use
 from resilience.checkpoint.stores.names import ASIDE, PARTIAL, STEP, number_of
 from resilience.checkpoint.writing import write_file
@@ -220,14 +220,14 @@ class Directory:
         sync(folder)
 
     def prune(self, keep: int, keep_every: int = 0) -> list[Stored]:
-        """Remove all but the newest ``keep`` checkpoints (and those of every ``keep_every``-th step); return what is gone.
+        """Remove all but the newest ``keep`` steps (and every ``keep_every``-th); return what is gone.
 
         The name goes first: what is half removed is no checkpoint any more, and is swept by the next call or the next job. Of a
         checkpoint that stands elsewhere, behind a link, only the link goes.
         """
         self._sweep("gone-")
-        for_good = Every(steps=keep_every)
-        gone = [item for item in self.stored()[max(1, keep) :] if not for_good.has(item.manifest.step)]
+        whole = self.stored()
+        gone = [whole[place] for place in surplus([item.manifest.step for item in whole], keep, keep_every)]
         for item in gone:
             # A name of its own: one of the same step may have been impossible to remove.
             leaving = self.path / f"{PARTIAL}gone-{item.path.name}-{secrets.token_hex(4)}"

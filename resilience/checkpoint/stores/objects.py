@@ -25,7 +25,7 @@ from typing import Any
 
 from resilience.checkpoint import digest, manifest
 from resilience.checkpoint.manifest import File, Manifest, ManifestError
-from resilience.checkpoint.schedule import Every
+from resilience.checkpoint.schedule import surplus
 from resilience.checkpoint.stores import Kept, Url
 from resilience.checkpoint.stores.client import PATIENCE_S, Client, in_words, may_pass, refused
 from resilience.checkpoint.stores.lease import Lease
@@ -306,15 +306,14 @@ class Bucket:
         self._hasty.put(f"{item.path.name}/{ASIDE}", why.encode())
 
     def prune(self, keep: int, keep_every: int = 0) -> list[Stored]:
-        """Remove all but the newest ``keep`` checkpoints (and those of every ``keep_every``-th step); return what is gone.
+        """Remove all but the newest ``keep`` steps (and every ``keep_every``-th); return what is gone.
 
         It is written down first, then the manifest goes: what is half removed is no checkpoint any more, and is swept.
         """
         self._clear()
-        for_good = Every(steps=keep_every)
         client = self._hasty  # nobody waits for it, and nobody may have to wait for it at the end
         whole = self._stored(client, lambda text: None)
-        gone = [item for item in whole[max(1, keep) :] if not for_good.has(item.manifest.step)]
+        gone = [whole[place] for place in surplus([item.manifest.step for item in whole], keep, keep_every)]
         for item in gone:
             name = item.path.name
             client.put(f"{_GONE}{name}", name.encode())
