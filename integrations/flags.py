@@ -64,6 +64,15 @@ def check(words: Sequence[str], variables: Mapping[str, str], where: str = "laun
     config.resolve(told, {name: text for name, text in variables.items() if name.startswith(config.ENV_PREFIX)})
 
 
+def undone(word: str, ours: Mapping[str, str]) -> str:
+    """Return which of the flags in ``ours`` a word gives, be it abbreviated, as torch allows; empty for none."""
+    if not word.startswith("--"):
+        return ""
+    flag = word[2:].partition("=")[0].replace("_", "-").replace("ft-param-", "ft-")
+    close = (known for known in ours if known == flag or (known.startswith(flag) and known[:3] != "ft-"))
+    return next(close, "") if flag else ""
+
+
 def unknown_accelerator(name: str) -> Iterator[str]:
     """Yield a word about an accelerator that is not known here; it may be where the job runs."""
     try:

@@ -71,7 +71,9 @@ def from_file(path: str) -> dict[str, Any]:
         found = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except RecursionError as error:
         raise ValuesError(f"the values file {path} can't be read: its lists or keys are nested too deeply.") from error
-    except (OSError, yaml.YAMLError, *_NO_VALUE) as error:
+    except OSError as error:
+        raise ValuesError(f"the values file {path} can't be read: {error.strerror}.") from error
+    except (yaml.YAMLError, *_NO_VALUE) as error:
         raise ValuesError(
             f"the values file {path} can't be read: {error}. A text that is no date or number: quote it."
         ) from error

@@ -24,7 +24,10 @@ class Parser(argparse.ArgumentParser):
         """Say it, and what was meant; end with 2."""
         unknown = [word for word in message.partition("unrecognized arguments:")[2].split() if word.startswith("-")]
         if unknown:
-            message += f".{nearest(unknown[0].partition('=')[0], _flags(self))}"
+            # Without their dashes, which all flags share: '--lr' is not nearly '--port'.
+            known = {flag.lstrip("-"): flag for flag in _flags(self)}
+            word = unknown[0].partition("=")[0].lstrip("-")
+            message += "." + nearest(word, known).replace("'", "'--", 1)
         elif found := _NO_CHOICE.search(message):
             message += f".{nearest(found[1], _choices(self))}"
         super().error(message)

@@ -146,16 +146,28 @@ class Controller:
                 self._delivery.deliver(change, time.time())
 
 
-def build(names: Sequence[str], api: Api, options: Options) -> list[Part]:
-    """Make the parts that were asked for by name."""
+def named_parts(text: str) -> list[str]:
+    """Return the parts that ``--parts`` names; raise for one that there is not."""
+    names = [name for name in text.split(",") if name]
+    _check(names)
+    return names
+
+
+def _check(names: Sequence[str]) -> None:
     if not names:
         raise ResilienceError(f"--parts is empty: nothing would be done. There are: {', '.join(PARTS)}.")
-    made = []
     for name in names:
         if name not in PARTS:
             raise ResilienceError(
                 f"--parts: there is no part {name!r}.{nearest(name, PARTS)} There are: {', '.join(PARTS)}."
             )
+
+
+def build(names: Sequence[str], api: Api, options: Options) -> list[Part]:
+    """Make the parts that were asked for by name."""
+    _check(names)
+    made = []
+    for name in names:
         module, _, attribute = PARTS[name].partition(":")
         factory: Callable[[Api, Options], Part] = getattr(importlib.import_module(module), attribute).build
         made.append(factory(api, options))
@@ -178,7 +190,7 @@ def main(argv: list[str]) -> int:
             me = f"{socket.gethostname()}_{os.getpid()}_{uuid.uuid4().hex[:8]}"
             election = Election(api, _home(asked), asked.lease_name, me, asked.lease_seconds)
         options = _options(asked, election)
-        parts = build([name for name in asked.parts.split(",") if name], api, options)
+        parts = build(named_parts(asked.parts), api, options)
         controller = Controller(api, parts, options.namespace, election)
         with health.serving(asked.health, controller.well):
             _LOG.info(

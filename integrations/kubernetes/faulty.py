@@ -48,11 +48,15 @@ _NOT_MARKED = (
 
 @dataclass(frozen=True)
 class Failure:
-    """A container that ended in a way that tells of its node. ``id`` is the same however often it is looked at."""
+    """A container that ended in a way that tells of its node. ``id`` is the same however often it is looked at.
+
+    ``happened`` is of the node's clock, ``bound``, when the pod was given that node, of the cluster's; 0 where it is not known.
+    """
 
     id: str
     fault: NodeFault
     happened: float
+    bound: float = 0.0
 
 
 def failures(pod: Thing) -> Iterator[Failure]:
@@ -61,7 +65,7 @@ def failures(pod: Thing) -> Iterator[Failure]:
     for key, ended in _ends(pod) if node else ():
         fault = _fault(node, ended)
         if fault is not None:
-            yield Failure(key, fault, seconds(ended.get("finishedAt")))
+            yield Failure(key, fault, seconds(ended.get("finishedAt")), _bound(pod))
 
 
 def unmarked(pod: Thing) -> Iterator[str]:
@@ -69,6 +73,13 @@ def unmarked(pod: Thing) -> Iterator[str]:
     for key, ended in _ends(pod) if _node(pod) else ():
         if _code(ended) == UNFIT and _fault(_node(pod), ended) is None:
             yield key
+
+
+def _bound(pod: Thing) -> float:
+    """Return when a pod was given its node, as the scheduler says; 0 where nobody does."""
+    conditions = pod.get("status", {}).get("conditions") or ()
+    given = [it for it in conditions if it.get("type") == "PodScheduled" and it.get("status") == "True"]
+    return max((seconds(it.get("lastTransitionTime")) for it in given), default=0.0)
 
 
 def _node(pod: Thing) -> str:
@@ -159,9 +170,9 @@ class FaultyNodes:
                     "nodes."
                 )
 
-        happened = failure.happened
+        when = {"happened": failure.happened, "bound": failure.bound, "now": now}
         try:
-            if nodes.mark(self._api, fault.node, fault, failure.id, happened=happened, pod=pod, now=now, brake=brake):
+            if nodes.mark(self._api, fault.node, fault, failure.id, **when, pod=pod, brake=brake):
                 self._out[fault.node] = now
         except NotFound:
             _LOG.info("node %s is not there any more: nothing to mark (%s).", fault.node, fault.reason)

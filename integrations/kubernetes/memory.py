@@ -73,8 +73,12 @@ class Record:
             data = json.loads(text)
             data["seats"] = {name: Seat(**seat) for name, seat in data["seats"].items()}
             data["state"] = State.from_text(data["state"])
-            return cls(**data)
-        except (KeyError, TypeError, AttributeError) as error:
+            found = cls(**data)
+            for name, blank in cls("", "").__dict__.items():
+                if type(getattr(found, name)) is not type(blank):
+                    raise TypeError(f"{name} has another form")
+            return found
+        except (KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"not a record of a job's groups: {error!r}") from error
 
 

@@ -49,6 +49,7 @@ def mark(
     failure: str,
     *,
     happened: float = 0.0,
+    bound: float = 0.0,
     pod: str = "",
     now: float = 0.0,
     brake: Callable[[], None] = _let,
@@ -56,6 +57,8 @@ def mark(
     """Take a node out of scheduling for one failure; return whether it was in until then.
 
     ``failure`` is what tells it from others, and ``happened`` when it was: a node that was registered later is another machine.
+    The clock of a young node may be behind the cluster's. ``bound``, when the pod was given its node, is of the cluster's: where it
+    is known the node must be newer than that too.
     ``brake`` is called before a node is taken out that is in, and may raise. Raises ``NotFound`` where there is no such node.
     """
     now = now or time.time()
@@ -63,7 +66,7 @@ def mark(
     for attempt in range(_TRIES):
         try:
             found = api.get(NODES, node)
-            if _is_old(found, digest, happened):
+            if _is_old(found, digest, happened, bound):
                 return False
             was_in = not is_out(found)
             if was_in:
@@ -120,10 +123,12 @@ def release(api: Api, node: str) -> bool:
     return False
 
 
-def _is_old(node: Mapping[str, Any], digest: str, happened: float) -> bool:
+def _is_old(node: Mapping[str, Any], digest: str, happened: float, bound: float) -> bool:
     """Whether the node knows this failure already, it is settled, or the node is newer than it."""
     born = events.seconds(node["metadata"].get("creationTimestamp"))
-    return digest in _seen(node) or bool(happened and (int(happened) <= _settled(node) or born > happened + 1.0))
+    return digest in _seen(node) or bool(
+        happened and (int(happened) <= _settled(node) or born > max(happened, bound) + 1.0)
+    )
 
 
 def _settled(node: Mapping[str, Any]) -> float:

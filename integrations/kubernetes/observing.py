@@ -38,7 +38,7 @@ def _seat(record: Record, held: Member) -> None:
     known = record.seats.get(held.seat)
     group = held.place.key or (known.group if known else "")
     if known is None and held.seat.startswith(ANONYMOUS):
-        gone = _vacant(record, group)
+        gone = _vacant(record, group, elsewhere=held.place.index is None)
         if gone is not None:
             group = group or record.seats[gone].group
             _leave(record, gone)
@@ -49,8 +49,11 @@ def _seat(record: Record, held: Member) -> None:
     record.seats[held.seat] = Seat(group, held.place.name or (known.rack if known else ""), held.node, held.name)
 
 
-def _vacant(record: Record, group: str) -> str | None:
-    """Return the seat that has been empty for longest, in the group if there is one."""
+def _vacant(record: Record, group: str, *, elsewhere: bool) -> str | None:
+    """Return the seat that has been empty for longest, in the group if there is one; ``elsewhere``: else in any.
+
+    A group that is only the name of a rack is where a pod landed, and not where it belongs: its successor may land in another.
+    """
     empty = [
         (incident.absent[name].since, name, key)
         for key, incident in record.state.incidents.items()
@@ -58,7 +61,7 @@ def _vacant(record: Record, group: str) -> str | None:
         if name.startswith(ANONYMOUS) and name in record.seats
     ]
     own = [it for it in empty if it[2] == group]
-    return min(own or ([] if group else empty), default=(0.0, None, ""))[1]
+    return min(own or (empty if elsewhere else []), default=(0.0, None, ""))[1]
 
 
 def _leave(record: Record, name: str) -> None:

@@ -54,6 +54,9 @@ def usable(
     )
 
 
+_USUAL = ("CPU", "GPU", "memory")
+
+
 def obstacle(nodes: Sequence[Node], bundle: Mapping[str, float], wanted: Mapping[str, str], label: str | None) -> str:
     """Say why no node of the cluster, as large as they are, could ever hold a launcher; empty where one could.
 
@@ -65,7 +68,8 @@ def obstacle(nodes: Sequence[Node], bundle: Mapping[str, float], wanted: Mapping
             largest[name] = max(amount, largest.get(name, 0.0))
     for name, amount in bundle.items() if largest else ():
         if name not in largest:
-            return f"no node of this cluster has any {name!r}.{nearest(name, largest)}"
+            meant = nearest(name, [*largest, *_USUAL]) if name not in _USUAL else ""
+            return f"no node of this cluster has any {name!r}.{meant}"
         if largest[name] < amount:
             return f"no node of this cluster has so much: {name}={amount:g} is wanted, and the largest has {largest[name]:g}"
     keys = sorted({key for node in nodes for key in node.labels})

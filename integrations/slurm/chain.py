@@ -193,7 +193,7 @@ def _all_done(now: Situation) -> bool:
     """
     done = sum(end.code == exits.FINISHED for end in now.ends)
     others = [end.code for end in now.ends if end.code != exits.FINISHED]
-    return done >= now.most or (done >= now.needed and all(code in _MISSED for code in others))
+    return done > 0 and (done >= now.most or (done >= now.needed and all(code in _MISSED for code in others)))
 
 
 def may_go_on(state: str) -> bool:

@@ -129,6 +129,10 @@ def _job(variables: Mapping[str, str], needed: int) -> tuple[str, int, int]:
         raise ConfigError(
             "this is a job of an array, and a requeue of one could stop the others. Nothing was started. Submit one job for each."
         )
+    if needed < 0:
+        raise ConfigError(
+            f"--needed={needed}: give how many nodes the job can't go on without, or 0. Nothing was started."
+        )
     if needed > int(nodes):
         raise ConfigError(
             f"the job has {nodes} nodes, and needs {needed} (--needed): it would wait for ever. Nothing was started. "

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from resilience.integrations import flags
 from resilience.integrations.slurm import chain
 from resilience.integrations.slurm.node import ourselves
 
@@ -70,7 +71,26 @@ def srun_command(options: Options, endpoint: str) -> list[str]:
     return [*srun, *options.srun_args, *node, "--", *options.arguments]
 
 
+_SWITCHES = (*flags.SWITCHES, "no-python", "run-path", "standalone")
+
+
 def _given(arguments: Sequence[str], flag: str) -> str:
-    """Return what a flag of the launcher says; empty where it is not given as one word."""
-    found = [word.partition("=") for word in arguments if word.startswith("--")]
-    return next((text for name, _, text in found if name[2:].replace("_", "-") == flag), "")
+    """Return what a flag of the launcher says, in one word or two, the last one if there are several; empty where none does.
+
+    The script's own flags, behind it, say nothing.
+    """
+    said, before = "", ""
+    for word in arguments:
+        name, equals, text = word.partition("=")
+        name = name[2:].replace("_", "-").replace("ft-param-", "ft-") if word.startswith("--") else ""
+        if word.endswith(".py") or word in ("-m", "--") or name == "module" or not (word.startswith("-") or before):
+            break
+        if not word.startswith("-"):
+            said = word if before == flag else said
+            before = ""
+        elif equals or name in _SWITCHES:
+            said = text if name == flag else said
+            before = ""
+        else:
+            before = name or word
+    return said

@@ -209,15 +209,12 @@ class SlurmValues:
 def _refuse(name: str, words: Iterable[str], ours: Mapping[str, str]) -> None:
     """Raise for a flag that would undo what the script says itself, be it abbreviated, as Slurm and torch allow."""
     for word in words:
-        if not word.startswith("--"):
-            flag = _SHORT.get(word[:2], "")
-        else:
-            flag = word[2:].partition("=")[0].replace("_", "-").replace("ft-param-", "ft-")
+        long = word.startswith("--")
+        flag = word[2:].partition("=")[0].replace("_", "-") if long else _SHORT.get(word[:2], "")
         if flag.startswith("ntasks") and "nodes" in ours:
             raise ValuesError(f"{name} has {word!r}: {_TASKS}.")
-        abbreviates = [known for known in ours if known == flag or (known.startswith(flag) and known[:3] != "ft-")]
-        if flag and abbreviates:
-            raise ValuesError(f"{name} has {word!r}: {ours[abbreviates[0]]}.")
+        if found := flags.undone(f"--{flag}", ours):
+            raise ValuesError(f"{name} has {word!r}: {ours[found]}.")
 
 
 def time_limit(text: str) -> int | None:

@@ -317,7 +317,10 @@ def main(verb: str, spec: str, told: Callable[[], str] = sys.stdin.read) -> int:
             if fault is None:
                 raise ConfigError(f"this is no fault: {text[:100]!r}")
             monitor.mark(fault)
-        monitor.close()
+            with contextlib.suppress(Exception):  # the node is marked, whatever comes of leaving
+                monitor.close()
+        else:
+            monitor.close()
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")
         return _REFUSED

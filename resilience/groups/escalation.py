@@ -81,7 +81,7 @@ class State:
                 for group, item in data["incidents"].items()
             }
             return cls(incidents, int(data["moves"]))
-        except (KeyError, TypeError, AttributeError) as error:
+        except (KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise ValueError(f"not the state of a job's groups: {error!r}") from error
 
 

@@ -367,3 +367,25 @@ def test_codes_of_the_hardware_are_faults_and_others_are_not(code: int, reason: 
     assert fault is not None
     assert (fault.reason, fault.code) == (reason, code)
     assert of_code("gpu-07", 1) is None
+
+
+def test_monitor_that_fails_only_when_it_leaves_has_marked_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    (tmp_path / "leaves_badly.py").write_text(
+        "from resilience.failover.error_monitor import ErrorMonitor\n"
+        "class Mine(ErrorMonitor):\n"
+        "    def mark(self, fault):\n"
+        f"        open({str(tmp_path / 'marks')!r}, 'a').write(fault.node + chr(10))\n"
+        "    def close(self):\n"
+        "        raise OSError('the connection is gone')\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    marker = Marker("leaves_badly::Mine", 30.0)
+    marker.tell(FAULT)
+    wait_for(lambda: "is marked as faulty" in caplog.text, "the mark")
+    marker.close()
+    assert (tmp_path / "marks").read_text() == "gpu-07\n"
+    assert "NOT marked" not in caplog.text

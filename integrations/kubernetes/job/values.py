@@ -25,10 +25,18 @@ from resilience.errors import nearest
 NO_GANG = "none"
 _OF_THE_GANG = ("scheduler_name", "queue", "priority", "controller")
 _NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
-_QUANTITY = re.compile(r"(\d+(?:\.\d+)?)([EPTGMk]i?|Ki|m|)")
+_QUANTITY = re.compile(r"([0-9]+(?:\.[0-9]+)?)([EPTGMk]i?|Ki|m|)")
 _SCALE = {"": 1.0, "m": 0.001, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "E": 1e18}
 _SCALE |= {f"{unit}i": 1024.0**power for power, unit in enumerate("KMGTPE", 1)}
 _LONGEST = 63  # of a host name
+_OURS = {"nnodes": "nodes, and min_nodes,", "nproc-per-node": "nproc_per_node", "max-restarts": "max_restarts"}
+_LAUNCHER = {flag: f"give {name} instead" for flag, name in (_OURS | {"ft-stop-grace": "stop_grace"}).items()}
+_LAUNCHER |= dict.fromkeys(
+    ("rdzv-endpoint", "rdzv-backend", "rdzv-id", "standalone", "master-addr", "master-port"),
+    "the Pods meet at their own Service, or at store; leave it out",
+)
+_LAUNCHER |= {"node-rank": "a Pod has the rank of its index; leave it out"}
+_LAUNCHER |= {"ft-termination-log": "the controller reads the Pod's own termination message; leave it out"}
 
 
 @dataclass(frozen=True)
@@ -90,6 +98,9 @@ class JobValues:
         self._check_numbers()
         self._check_names()
         flags.check(self.launcher_args, self.env)
+        for word in self.launcher_args:
+            if found := flags.undone(word, _LAUNCHER):
+                raise ValuesError(f"launcher_args has {word!r}: {_LAUNCHER[found]}.")
 
     def _check_names(self) -> None:
         last = f"{self.name}-{self.nodes - 1}"

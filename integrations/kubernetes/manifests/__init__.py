@@ -57,7 +57,8 @@ def main(argv: list[str]) -> int:
         "--only", choices=["rbac"], help="the roles and their bindings: safe to apply where the controller runs already"
     )
     asked = parser.parse_args(argv)
-    controller.parser().parse_args(asked.arg)  # says it, and ends, where the controller would
+    given = controller.parser().parse_args(asked.arg)  # says it, and ends, where the controller would
+    controller.named_parts(given.parts)
     documents = manifests(asked.namespace, asked.image, asked.replicas)
     if asked.only:
         documents = [document for document in documents if document["kind"] in RBAC]

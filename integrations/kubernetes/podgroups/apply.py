@@ -6,6 +6,7 @@ Rule: everything here may be done twice. What is there and right is left alone; 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from resilience.integrations.kubernetes.api import Api, Conflict, KubernetesError, NotFound
 from resilience.integrations.kubernetes.parts import PODS, Thing
@@ -64,6 +65,8 @@ def ensure(api: Api, group: PodGroup, by: GangScheduler, *, by_hand: bool = Fals
 
 
 def _absent(by: GangScheduler, error: Exception) -> Later:
+    if 'namespaces "' in str(error):
+        return Later(f"there is no such namespace ({error}). Nothing was created.")
     hint = " `resilience kubernetes podgroup crd` prints it." if by.name == "t9k" else ""
     return Later(
         f"the cluster has no {by.kind.plural}.{by.kind.group}/{by.kind.version}, or no such namespace ({error}). Nothing was "
@@ -73,6 +76,15 @@ def _absent(by: GangScheduler, error: Exception) -> Later:
 
 def join(api: Api, group: PodGroup, by: GangScheduler, pod: str, role: str = "") -> str:
     """Label a Pod that waits, so that it belongs to a group; raise ``GroupIsFixed`` where it is in another one."""
+    change = admission(api, group, by, pod, role)
+    if change is None:
+        return UNCHANGED
+    api.patch(PODS, pod, change, group.namespace)
+    return UPDATED
+
+
+def admission(api: Api, group: PodGroup, by: GangScheduler, pod: str, role: str = "") -> dict[str, Any] | None:
+    """Return what a Pod needs to belong to a group, nothing where it does; raise where it can't. Nothing is changed by it."""
     found = api.get(PODS, pod, group.namespace)
     marks = joined(found, group, by, role)
     scheduler = (found.get("spec") or {}).get("schedulerName") or "default-scheduler"
@@ -85,7 +97,6 @@ def join(api: Api, group: PodGroup, by: GangScheduler, pod: str, role: str = "")
     labels, annotations = metadata.get("labels") or {}, metadata.get("annotations") or {}
     wanted = {**marks.annotations, GIVEN: group.name}
     if all(labels.get(key) == value for key, value in marks.labels.items()) and wanted.items() <= annotations.items():
-        return UNCHANGED
-    change = {"uid": metadata["uid"], "resourceVersion": metadata["resourceVersion"]}
-    api.patch(PODS, pod, {"metadata": {**change, "labels": dict(marks.labels), "annotations": wanted}}, group.namespace)
-    return UPDATED
+        return None
+    same = {"uid": metadata["uid"], "resourceVersion": metadata["resourceVersion"]}
+    return {"metadata": {**same, "labels": dict(marks.labels), "annotations": wanted}}

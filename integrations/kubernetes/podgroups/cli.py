@@ -107,11 +107,13 @@ def _apply(args: argparse.Namespace) -> int:
 
 
 def _join(args: argparse.Namespace) -> int:
-    from resilience.integrations.kubernetes.podgroups.apply import join  # noqa: PLC0415
+    from resilience.integrations.kubernetes.podgroups.apply import admission, join  # noqa: PLC0415
 
     api = _connect(args)
     by = scheduler(args.scheduler, args.scheduler_name)
     group, _ = read(api.get(by.kind, args.group, args.namespace))
+    for pod in args.pods:
+        admission(api, group, by, pod, args.role)  # of several all or none: a Pod's group can't be changed afterwards
     for pod in args.pods:
         sys.stdout.write(f"pod/{pod} {join(api, group, by, pod, args.role)}\n")
     return 0

@@ -91,15 +91,9 @@ class PodGroups:
     def _pod(self, verb: str, pod: Thing) -> None:
         uid = str(pod["metadata"]["uid"])
         keys = self._keys(pod)
-        if verb == DELETED:
-            self._pods.pop(uid, None)
-            for key in keys:
-                self._members.get(key, set()).discard(uid)
-                if not self._members.get(key):
-                    self._members.pop(key, None)
+        self._forget(uid)
+        if verb == DELETED or not keys:
             self._tell.forget(uid)
-            return
-        if not keys:
             return
         self._pods[uid] = slim(pod)
         for key in keys:
@@ -107,6 +101,15 @@ class PodGroups:
         job = next((found for key in keys if (found := self._uids_of(key)) in self._jobs), "")
         if job in self._ready:
             self._label(uid, job)
+
+    def _forget(self, uid: str) -> None:
+        """Take a Pod from the jobs that it was last known to be of: what it says now may name none of them."""
+        known = self._pods.pop(uid, None)
+        for key in self._keys(known) if known is not None else ():
+            members = self._members.get(key, set())
+            members.discard(uid)
+            if not members:
+                self._members.pop(key, None)
 
     def _group(self, kind: Kind, verb: str, group: Thing) -> None:
         key = (kind, group["metadata"].get("namespace", ""), group["metadata"]["name"])
@@ -152,7 +155,8 @@ class PodGroups:
             return
         self._ready[uid] = wanted
         named = f"{job['kind']}/{metadata.get('namespace', '')}/{metadata['name']}"
-        for pod in sorted(self._members.get(uid, set()) | self._members.get(named, set())):
+        members = self._members.get(uid, set()) | self._members.get(named, set())
+        for pod in sorted(members & self._pods.keys()):
             self._label(pod, uid)
 
     def _have(self, job: Thing, wanted: Wish) -> bool:

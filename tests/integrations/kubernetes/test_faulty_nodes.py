@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from resilience.integrations.kubernetes import nodes
+from resilience.integrations.kubernetes import events, nodes
 from resilience.integrations.kubernetes.api import Api, KubernetesError
 from resilience.integrations.kubernetes.cli import main
 from resilience.integrations.kubernetes.controller import Controller
@@ -377,3 +377,17 @@ def test_launcher_whose_node_the_cluster_does_not_know_says_that_it_is_not_marke
     last = [it.getMessage() for it in caplog.records if "marked as faulty" in it.getMessage()][-1]
     assert "is NOT marked as faulty" in last
     assert "--ft-node-name" in last
+
+
+@pytest.mark.parametrize("bound_s", [1, -60])
+def test_young_node_whose_clock_is_behind_is_marked_and_one_that_came_after_the_pod_is_not(
+    cluster: Cluster, bound_s: int
+) -> None:
+    node = cluster.node("new")
+    born = events.seconds(cluster.get_node(node)["metadata"]["creationTimestamp"])
+    bound = {"type": "PodScheduled", "status": "True", "lastTransitionTime": events.stamp(born + bound_s)}
+    status = ended(201, at=events.stamp(born - 30))
+    cluster.pod("x", node=node)
+    cluster.say("x", status | {"conditions": [bound]})
+    look_at(cluster, FaultyNodes(cluster.api, SELECTOR))
+    assert is_marked(cluster.get_node(node)) == (bound_s > 0)

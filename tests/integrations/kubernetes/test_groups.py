@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -144,6 +145,40 @@ def test_pods_that_cant_be_told_apart_take_over_from_one_another() -> None:
         "pod/train-c": "1",
         "pod/train-d": "0",
     }
+
+
+def anonymous(name: str, rack: str, group: int | None = None) -> dict[str, Any]:
+    return pod(name, uid=name, rack=rack, node=f"node-{name}", owner=BATCH, group=group)
+
+
+def test_successor_in_another_rack_ends_the_incident_where_racks_are_only_names() -> None:
+    first = look(Record("default", "train"), [anonymous(name, "r0") for name in "abc"])
+    after = look(first, [anonymous("a", "r0"), anonymous("b", "r0"), anonymous("d", "r1")], now=1.0)
+    assert not after.state.incidents
+    assert not due(after.state, Rules(threshold_s=5.0), 1000.0), "every pod has a node: nothing moves"
+
+
+def test_pod_of_another_group_does_not_take_the_seat_where_groups_are_numbered() -> None:
+    first = look(Record("default", "train"), [anonymous(name, "r0", 0) for name in "abc"])
+    after = look(first, [anonymous("a", "r0", 0), anonymous("b", "r0", 0), anonymous("d", "r1", 1)], now=1.0)
+    assert list(after.state.incidents) == ["0"]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"state": '{"incidents":{},"moves":Infinity}'},
+        {"state": "[" * 100_000},
+        {"namespace": 1},
+        {"marked": []},
+        {"doomed": ["a"]},
+        {"making": {}},
+    ],
+)
+def test_record_of_another_form_is_no_record(damage: dict[str, Any]) -> None:
+    text = json.dumps(json.loads(Record("default", "train").as_text()) | damage)
+    with pytest.raises(ValueError, match="not "):
+        Record.from_text(text)
 
 
 def test_pod_that_cant_be_told_from_the_lost_one_takes_over_also_where_both_are_seen_at_once() -> None:

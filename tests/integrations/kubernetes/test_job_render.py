@@ -424,3 +424,19 @@ def test_rendered_command_line_runs_on_two_nodes_that_the_job_numbers(tmp_path: 
         [3, 4, 1],
     ]
     assert sorted(folder.name for folder in (tmp_path / "checkpoints" / "runs").iterdir()) == ["demo-0-x", "demo-1-x"]
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "--nnodes=7",
+        "--standalone",
+        "--rdzv-endpoint=foo:1",
+        "--rdzv_end=foo:1",
+        "--ft-termination-log=/tmp/x",
+        "--max-restarts=9",
+    ],
+)
+def test_flags_that_would_undo_the_job_are_refused(word: str) -> None:
+    with pytest.raises(ValuesError, match=f"launcher_args has '{word}'"):
+        JobValues(name="a", image="b", script=("train.py",), launcher_args=(word,))

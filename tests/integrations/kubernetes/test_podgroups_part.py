@@ -349,3 +349,16 @@ def test_joining_by_hand_labels_a_pod_that_waits_and_refuses_what_can_not_be_cha
         join(cluster, other, by, "p")
     with pytest.raises(PodGroupError, match="a Pod's scheduler can't be changed: nothing was labelled"):
         join(cluster, dance, by, "q")
+
+
+def test_pod_that_its_job_let_go_of_is_forgotten_and_the_others_are_labelled() -> None:
+    cluster = MemoryCluster()
+    cluster.attach(PodGroups(cluster))
+    job = submit(cluster)
+    for name in ("w-0", "w-1"):
+        cluster.create(PODS, pod_of(job, name), NS)
+    cluster.patch(PODS, "w-0", {"metadata": {"ownerReferences": None}}, NS)
+    cluster.delete(PODS, "w-0", NS)
+    cluster.patch(KINDS["GenericJob"].kind, "job-sample", {"metadata": {"annotations": {"a": "b"}}}, NS)
+    cluster.create(PODS, pod_of(job, "w-2"), NS)
+    assert "scheduler.tensorstack.dev/group-name" in cluster.get(PODS, "w-2", NS)["metadata"]["labels"]

@@ -42,6 +42,8 @@ def test_finished_without_a_node_that_left_is_finished_though_srun_says_201() ->
         ((0, 1), 2, 2, 2, False),
         ((0, 201), 2, 2, 2, False),
         ((0,), 2, 2, 2, False),  # the other was killed
+        ((), 2, 2, 0, False),  # nobody said anything: nothing has finished, whatever the flags say
+        ((), 2, -1, 2, False),
         # and a spare
         ((0, 0, 75), 3, 2, 2, True),  # it was replaced
         ((0, 0, 1), 3, 2, 2, True),

@@ -93,3 +93,20 @@ def test_job_that_finishes_after_all_is_not_hurried_by_a_node_that_left_before()
     deadlines.overdue((left,), False, 0.0)
     assert deadlines.overdue((left,), False, 91.0)
     assert not deadlines.overdue((left, finished), False, 92.0), "the others may be writing their last checkpoint"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "grace", "most"),
+    [
+        ("--nnodes=2 --ft-stop-grace=600 t.py", 600, 2),
+        ("--nnodes 2 --ft-stop-grace 600 t.py", 600, 2),
+        ("--nnodes 1:2 --ft_stop_grace 600 -m t", 600, 2),
+        ("--ft-param-stop-grace=600 --network-check t.py --nnodes=1", 600, 4),
+        ("--ft-stop-grace=1 --ft-stop-grace=600 t.py --ft-stop-grace=7", 600, 4),
+        ("--max-restarts 3 --nnodes=2 --no-python -- ./t --nnodes=1", 25, 2),
+        ("t.py --nnodes=1", 25, 4),
+    ],
+)
+def test_flags_are_read_as_the_launcher_reads_them(arguments: str, grace: float, most: int) -> None:
+    options = Options("7", 0, Path("runs"), 4, 2, "h", tuple(arguments.split()))
+    assert (options.grace, options.most) == (grace, most)
