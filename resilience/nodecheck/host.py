@@ -6,7 +6,6 @@ training within minutes is a fault; one that may be meant is a warning.
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import os
 import time
@@ -53,17 +52,16 @@ def _disk(found: Findings, folder: str) -> None:
         if free < LEAST_DISK_MIB:
             found.faults.append(f"{folder} has {free:.0f} MiB left, {LEAST_DISK_MIB} MiB are the least")
             return
-        with path.open("wb") as file:
+        with path.open("w+b") as file:
+            path.unlink()  # at once: a check that is killed leaves nothing behind
             file.write(_PROBE)
             file.flush()
             os.fsync(file.fileno())
-        if path.read_bytes() != _PROBE:
-            found.faults.append(f"what was written to {folder} is not what is read from it")
+            file.seek(0)
+            if file.read() != _PROBE:
+                found.faults.append(f"what was written to {folder} is not what is read from it")
     except OSError as error:
         found.faults.append(f"{folder} can't be written: {error.strerror or error}")
-    finally:
-        with contextlib.suppress(OSError):
-            path.unlink(missing_ok=True)
     found.figures["disk_write_ms"] = 1e3 * (time.perf_counter() - start)
 
 

@@ -29,6 +29,7 @@ _QUANTITY = re.compile(r"([0-9]+(?:\.[0-9]+)?)([EPTGMk]i?|Ki|m|)")
 _SCALE = {"": 1.0, "m": 0.001, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "E": 1e18}
 _SCALE |= {f"{unit}i": 1024.0**power for power, unit in enumerate("KMGTPE", 1)}
 _LONGEST = 63  # of a host name
+_LEAST_MEMORY = 64 * 1024.0**2
 _OURS = {"nnodes": "nodes, and min_nodes,", "nproc-per-node": "nproc_per_node", "max-restarts": "max_restarts"}
 _LAUNCHER = {flag: f"give {name} instead" for flag, name in (_OURS | {"ft-stop-grace": "stop_grace"}).items()}
 _LAUNCHER |= dict.fromkeys(
@@ -132,8 +133,12 @@ class JobValues:
             )
         if not self.checkpoint_path.startswith("/"):
             raise ValuesError(f"checkpoint_path {self.checkpoint_path!r} must be absolute.")
+        if self.checkpoint_path.rstrip("/") in ("", "/dev", "/dev/shm"):
+            raise ValuesError(
+                f"checkpoint_path {self.checkpoint_path!r} is taken: give a folder of its own, such as /checkpoints."
+            )
         host, _, port = self.store.rpartition(":")
-        if self.store and not (host and port.isdigit()):
+        if self.store and not (host and re.fullmatch("[0-9]{1,5}", port) and 0 < int(port) < 65536):
             raise ValuesError(f"store {self.store!r}: write HOST:PORT, as `resilience store` prints it.")
         if self.gang != NO_GANG:
             self.group()
@@ -152,6 +157,10 @@ class JobValues:
             raise ValuesError("replicas are copies on other nodes, and nodes is 1.")
         for name in ("cpu", "memory", "snapshot_state", "shm"):
             quantity(getattr(self, name), name)
+        if quantity(self.cpu, "cpu") <= 0:
+            raise ValuesError(f"cpu is {self.cpu}: a Pod needs some.")
+        if quantity(self.memory, "memory") < _LEAST_MEMORY:
+            raise ValuesError(f"memory is {self.memory}, in bytes: torch alone takes more. Write 8Gi, or 500M.")
         if self.checkpoint_size:
             quantity(self.checkpoint_size, "checkpoint_size")
 

@@ -340,3 +340,9 @@ def test_manifests_that_could_not_be_applied_are_not_printed(flag: str, capsys: 
         print_manifests([flag])
     assert caught.value.code == 2
     assert capsys.readouterr().out == ""
+
+
+def test_manifests_are_not_printed_for_a_part_that_there_is_not(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ResilienceError, match=r"there is no part 'podgrups'\. Did you mean 'podgroups'\?"):
+        print_manifests(["--image=x", "--arg=--parts=podgrups"])
+    assert capsys.readouterr().out == ""

@@ -440,3 +440,20 @@ def test_rendered_command_line_runs_on_two_nodes_that_the_job_numbers(tmp_path: 
 def test_flags_that_would_undo_the_job_are_refused(word: str) -> None:
     with pytest.raises(ValuesError, match=f"launcher_args has '{word}'"):
         JobValues(name="a", image="b", script=("train.py",), launcher_args=(word,))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("memory", "64", "memory is 64, in bytes"),
+        ("memory", "0", "memory is 0"),
+        ("cpu", "0", "cpu is 0"),
+        ("cpu", "٣", "is no quantity"),
+        ("checkpoint_path", "/", "is taken"),
+        ("checkpoint_path", "/dev/shm/", "is taken"),
+        ("store", "h:99999", "write HOST:PORT"),
+    ],
+)
+def test_values_that_cant_be_meant_are_refused(name: str, text: str, said: str) -> None:
+    with pytest.raises(ValuesError, match=said):
+        JobValues(name="a", image="b", script=("train.py",), **{name: text})

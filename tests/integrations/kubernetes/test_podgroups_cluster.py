@@ -296,6 +296,9 @@ def test_person_applies_a_group_has_pods_join_and_can_not_move_them(
     for name, by in (("p", "t9k-scheduler"), ("q", "default-scheduler")):
         spec = {"schedulerName": by, "containers": [{"name": "c", "image": "example"}]}
         admin.create(PODS, {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name}, "spec": spec}, space)
+    with pytest.raises(PodGroupError, match="nothing was labelled"):
+        main(["podgroup", "join", "dance", "p", "q", *way])
+    assert label_of(admin, space, "p") != "dance", "all of them or none"
     assert main(["podgroup", "join", "dance", "p", *way]) == 0
     assert label_of(admin, space, "p") == "dance"
     with pytest.raises(GroupIsFixed):
