@@ -27,7 +27,7 @@ class Parser(argparse.ArgumentParser):
             # Without their dashes, which all flags share: '--lr' is not nearly '--port'.
             known = {flag.lstrip("-"): flag for flag in _flags(self)}
             word = unknown[0].partition("=")[0].lstrip("-")
-            message += "." + nearest(word, known).replace("'", "'--", 1)
+            message += "." + nearest(word, known).replace("'", "'--", 1) + _behind_dashes(self)
         elif found := _NO_CHOICE.search(message):
             message += f".{nearest(found[1], _choices(self))}"
         super().error(message)
@@ -57,6 +57,12 @@ def _parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParse
         if isinstance(action, argparse._SubParsersAction):
             for inner in action.choices.values():
                 yield from _parsers(inner)
+
+
+def _behind_dashes(parser: argparse.ArgumentParser) -> str:
+    """Return where flags of the script stand, for a command that takes a script."""
+    takes_script = any(action.dest == "script" for one in _parsers(parser) for action in one._actions)
+    return " Flags of the training script stand behind --, as in `-- train.py --lr 0.1`." if takes_script else ""
 
 
 def _flags(parser: argparse.ArgumentParser) -> list[str]:

@@ -68,6 +68,13 @@ class UnsupportedPlatform(ResilienceError):  # noqa: N818 - reads as what it is
     """The launcher needs Linux (memfd, pidfd, SCM_RIGHTS)."""
 
 
+def double_colon(word: str) -> str:
+    """Return ``" Did you mean 'module::Class'?"`` for a class that was written with one colon, or an empty string."""
+    module, _, name = word.partition(":")
+    path = module.split(".")
+    return f" Did you mean '{module}::{name}'?" if all(part.isidentifier() for part in (*path, name)) else ""
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
     """Return ``" Did you mean 'x'?"`` for the known word nearest to ``word``, or an empty string."""
     spelt = {name.lower(): name for name in reversed([*known])}

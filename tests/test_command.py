@@ -48,6 +48,29 @@ def test_misspelt_flag_is_refused_and_the_nearest_named(
 
 
 @pytest.mark.parametrize(
+    "words", ["kubernetes job render --name=a train.py --lr 0.1", "slurm render train.py --lr 0.1"]
+)
+def test_flags_of_the_script_are_told_where_they_stand(capsys: pytest.CaptureFixture[str], words: str) -> None:
+    assert "stand behind --, as in `-- train.py --lr 0.1`" in said(capsys, words)
+
+
+def test_command_without_a_script_says_nothing_of_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "train.py" not in said(capsys, "store --prt=1")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "run --network-check --accelerator=my.chips:Chip train.py",
+        "run --ft-error-monitor=my.chips:Chip train.py",
+        "run --dynamic_failover_extension=my.chips:Chip train.py",
+    ],
+)
+def test_class_with_one_colon_is_told_with_two(capsys: pytest.CaptureFixture[str], words: str) -> None:
+    assert "Did you mean 'my.chips::Chip'?" in said(capsys, words)
+
+
+@pytest.mark.parametrize(
     ("words", "meant"),
     [
         ("confg", "config"),

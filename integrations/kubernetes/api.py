@@ -32,6 +32,7 @@ PAGE = 500
 POOL = 32  # connections that are kept: every kind that is watched holds one
 MERGE, JSON_PATCH = "application/merge-patch+json", "application/json-patch+json"
 CONTROLLER, CONTROLLER_NAMESPACE = "resilience-controller", "resilience-system"  # the shipped manifests' account
+_NO_SUCH_KIND = "404 page not found"  # the API server's only words for a path that it does not serve
 _USER = re.compile(r'User "([^"]+)" cannot ')
 _VERBS = {"GET": "get", "POST": "create", "PUT": "update", "PATCH": "patch", "DELETE": "delete"}
 
@@ -307,6 +308,11 @@ def _refusal(
     if status == 401:
         return Forbidden(
             f"the API server does not know who we are ({verb} {what}): {said}. The token may have expired.", status
+        )
+    if status == 404 and said.strip() == _NO_SUCH_KIND:
+        said = (
+            f"this cluster has no {kind.plural} of {kind.group or 'the core API'}/{kind.version}: what defines them (a "
+            "CustomResourceDefinition, or a newer Kubernetes) is not installed. Nothing was changed"
         )
     text = f"{verb} {what}: {said} ({status})"
     leaves: dict[int, type[KubernetesError]] = {404: NotFound, 409: Conflict, 410: Gone, 403: Forbidden}

@@ -41,6 +41,22 @@ def label_key(text: str) -> str:
     return text
 
 
+def label_value(text: str) -> str:
+    """Return the value of a label; it may be empty."""
+    if not re.fullmatch(_VALUE, text) or len(text) > _LONGEST_LABEL:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} can't be the value of a label: letters, digits, and -, _ and . inside, at most 63"
+        )
+    return text
+
+
+def variable(text: str) -> str:
+    """Return the name of an environment variable of a container."""
+    if not re.fullmatch(r"[-._A-Za-z][-._A-Za-z0-9]*", text):
+        raise argparse.ArgumentTypeError(f"{text!r} can't name a variable: letters, digits, _, - and ., no digit first")
+    return text
+
+
 def selector(text: str) -> str:
     """Return a label selector that selects something less than everything."""
     if not text.strip():

@@ -26,7 +26,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from resilience import kin
-from resilience.errors import ConfigError
+from resilience.errors import ConfigError, double_colon
 from resilience.failover.strategy import AgentFailureInfo, DynamicFailoverExtension, FailoverStrategy
 
 _LOG = logging.getLogger("resilience.launcher")
@@ -43,7 +43,7 @@ class Extension:
         if not separator or not module or not name:
             raise ConfigError(
                 f"dynamic_failover_extension={path!r}: the form is module::Class, for example "
-                "my_package.failover::MyExtension. Nothing was started."
+                f"my_package.failover::MyExtension.{double_colon(path)} Nothing was started."
             )
         self.path = path
         self._timeout = timeout

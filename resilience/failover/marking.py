@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from resilience import kin
-from resilience.errors import ConfigError, nearest
+from resilience.errors import ConfigError, double_colon, nearest
 from resilience.failover.error_monitor import ErrorMonitor, NodeFault, from_message
 
 _LOG = logging.getLogger("resilience.launcher")
@@ -45,6 +45,7 @@ _IMPORT_S = 60.0
 _PAUSES_S = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)  # and then every 30 s
 _REFUSED = 2
 _DONE = 83  # no code that a monitor's own sys.exit has by chance: mark() has returned
+_UNTIDY = 84  # and close() has not
 _NO_TIME = "there was no time for an attempt"
 _LONGEST = 800
 _LEAVE_S = 2.0
@@ -113,7 +114,7 @@ def load(spec: str) -> ErrorMonitor:
         return _made(found, spec)
     points = {point.name: point for point in importlib.metadata.entry_points(group=GROUP)}
     if word not in points:
-        close = nearest(word.partition(":")[0], [NONE, "file", *points])
+        close = double_colon(word) or nearest(word.partition(":")[0], [NONE, "file", *points])
         known = ", ".join([NONE, "file:PATH", "module::Class", *points])
         raise ConfigError(f"error_monitor={spec!r} is not known.{close} Known are {known}. Nothing was started.")
     return _made(points[word].load(), spec)
@@ -204,13 +205,17 @@ class Marker:
                     continue
                 if self._open[due] == _NO_TIME:
                     self._open[due] = "its first attempt has not come to an end"
-            _, why = self._run("mark", due.as_message().encode(), self._timeout)
+            code, why = self._run("mark", due.as_message().encode(), self._timeout)
             count = tries.get(due, (0, 0.0))[0]
             with self._changed:
                 if self._closing.is_set():
                     return
-                if not why:
+                if code in (_DONE, _UNTIDY):
                     _LOG.info("node %s is marked as faulty (%s) by %s.", due.node, due.reason, self._spec)
+                    if why:
+                        _LOG.warning(
+                            "%s failed in close(), after it had marked node %s: %s.", self._spec, due.node, why
+                        )
                     self._open.pop(due, None)
                 else:
                     _LOG.warning("node %s could not be marked as faulty: %s. It is tried again.", due.node, why)
@@ -317,17 +322,29 @@ def main(verb: str, spec: str, told: Callable[[], str] = sys.stdin.read) -> int:
             if fault is None:
                 raise ConfigError(f"this is no fault: {text[:100]!r}")
             monitor.mark(fault)
-            with contextlib.suppress(Exception):  # the node is marked, whatever comes of leaving
-                monitor.close()
-        else:
-            monitor.close()
+            return _leave(monitor)
+        monitor.close()
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")
         return _REFUSED
     except Exception as error:  # noqa: BLE001 - a plugin's boundary
-        sys.stderr.write(f"{type(error).__name__}: {' '.join(str(error).split())}\n")
+        _say(error)
         return 1
     return _DONE
+
+
+def _leave(monitor: ErrorMonitor) -> int:
+    """Close a monitor that has marked a node: it is marked, whatever comes of leaving."""
+    try:
+        monitor.close()
+    except Exception as error:  # noqa: BLE001 - a plugin's boundary
+        _say(error)
+        return _UNTIDY
+    return _DONE
+
+
+def _say(error: Exception) -> None:
+    sys.stderr.write(f"{type(error).__name__}: {' '.join(str(error).split())}\n")
 
 
 if __name__ == "__main__":

@@ -96,7 +96,8 @@ def budget_of_the_job(state: FailureState) -> Decision | None:
     if used < total:
         return None
     if total == 0:
-        why = "the job was ended, because --max-restarts is 0; with --max-restarts=N it would be restarted"
+        hint = "; with --max-restarts=N it would be restarted" if state.began else ""
+        why = f"the job was ended, because --max-restarts is 0{hint}"
     else:
         further = " without getting further" if state.history.best_step is not None else ""
         why = f"the job was ended: all {total} restarts are used{further}"

@@ -82,6 +82,7 @@ class Session:
             self.scratch.remove()
             if self.fitness is not None:
                 self.fitness.close()
+            rundir.drop_unused(self.run_dir)
             raise
         self.console = Console()
         lines.speak_through(self.console.say)
@@ -332,7 +333,10 @@ class Session:
         if self.exit_code != exits.FINISHED:
             meaning = exits.MEANINGS.get(self.exit_code) or HARDWARE_CODES.get(self.exit_code, "interrupted")
             _LOG.info("exit code %s: %s.", self.exit_code, meaning)
-        _LOG.info("reports and logs: %s", self.run_dir)
+        if self.exit_code == exits.USAGE:
+            rundir.drop_unused(self.run_dir)
+        else:
+            _LOG.info("reports and logs: %s", self.run_dir)
         self._leave_word()
         self._prompt.close()
         self.console.close()

@@ -51,6 +51,12 @@ def make_run_dir(wanted: str | None, run_id: str) -> Path:
     return path
 
 
+def drop_unused(path: Path) -> None:
+    """Take away a run's directory that nothing was written to: of a job that was refused there is nothing to read."""
+    with contextlib.suppress(OSError):  # something was, or is by another launcher
+        path.rmdir()
+
+
 def _refusal(error: OSError) -> type[ConfigError]:
     return DiskFault if error.errno in _DISK_AT_FAULT else ConfigError
 

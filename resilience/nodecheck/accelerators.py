@@ -19,7 +19,7 @@ import importlib.metadata
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from resilience.errors import ConfigError, nearest
+from resilience.errors import ConfigError, double_colon, nearest
 
 GROUP = "resilience.accelerators"
 AUTO = "auto"
@@ -155,9 +155,10 @@ def check_name(text: str) -> None:
         return
     known = names()
     if separator or _plain(word) not in known:
+        meant = double_colon(word) or nearest(_plain(word), known)
         raise ConfigError(
-            f"accelerator={text!r} is not known.{nearest(_plain(word), known)} Known are {', '.join(known)}, and module::Class for "
-            "one of your own. Nothing was started."
+            f"accelerator={text!r} is not known.{meant} Known are {', '.join(known)}, and module::Class for one of your own. "
+            "Nothing was started."
         )
 
 

@@ -389,3 +389,7 @@ def test_monitor_that_fails_only_when_it_leaves_has_marked_once(
     marker.close()
     assert (tmp_path / "marks").read_text() == "gpu-07\n"
     assert "NOT marked" not in caplog.text
+    (warning,) = [
+        record for record in caplog.records if record.levelno == logging.WARNING and "close()" in record.message
+    ]
+    assert "OSError: the connection is gone" in warning.message

@@ -60,6 +60,13 @@ def raised(message: str, kind: str = "ValueError", line: int = 30) -> RankFailur
 # -- a script that never began ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("began", [True, False])
+def test_restarts_are_suggested_only_where_something_has_run(began: bool) -> None:
+    chosen = decide(state(max_restarts=0, began=began))
+    assert chosen.restart is False
+    assert ("--max-restarts=N" in chosen.reason) is began
+
+
 def test_script_that_never_began_is_not_tried_a_third_time_though_it_tells_no_step() -> None:
     twice = failed(kind=EXIT, signature="exit 2|", exit_code=2, step=None)
     assert decide(state(twice, twice, adopted=False, began=False)).strategy is Strategy.ABORTION_FAILOVER

@@ -358,6 +358,22 @@ def test_numbers_that_can_not_be_meant_start_nothing() -> None:
     assert done.stderr.count("Nothing was started") == len(words)
 
 
+@pytest.mark.spawns
+def test_job_that_is_refused_leaves_no_folder_of_a_run(tmp_path: Path) -> None:
+    words = ["--network-check", "--accelerator=no_such_module::Chip", "train.py"]
+    done = subprocess.run(
+        [sys.executable, "-m", "resilience.run", *words],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env=bare_environment() | {"XDG_STATE_HOME": str(tmp_path)},
+    )
+    assert done.returncode == 2, done.stderr
+    assert "no_such_module" in done.stderr
+    assert list((tmp_path / "resilience" / "runs").iterdir()) == []
+
+
 def test_timeout_of_a_thousand_years_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert "less than 30 years" in mistake(capsys, "config", "--ft-failover-timeout=99999999999")
 

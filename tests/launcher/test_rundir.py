@@ -254,3 +254,13 @@ def test_launcher_that_comes_second_leaves_alone_what_the_first_has_made(
     assert [path.name for path in (tmp_path / "ends").iterdir()] == ["new"]
     (aside,) = (tmp_path / "earlier").iterdir()
     assert sorted(str(path.relative_to(aside)) for path in aside.rglob("old")) == ["cycles/old", "ends/old", "logs/old"]
+
+
+def test_directory_that_nothing_was_written_to_is_taken_away_and_no_other(tmp_path: Path) -> None:
+    empty, full = tmp_path / "empty", tmp_path / "full"
+    for folder in (empty, full):
+        folder.mkdir()
+    (full / "job").write_text("mine")
+    for folder in (empty, full, tmp_path / "never"):
+        rundir.drop_unused(folder)
+    assert [path.name for path in tmp_path.iterdir()] == ["full"]

@@ -8,6 +8,7 @@ Hazard: snapshots live in memory that counts against the container's limit. A li
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import re
 from collections.abc import Mapping
@@ -16,6 +17,7 @@ from typing import Any
 
 from resilience.integrations import flags
 from resilience.integrations import values as schema
+from resilience.integrations.kubernetes import words
 from resilience.integrations.kubernetes.podgroups import PodGroup, PodGroupError
 from resilience.integrations.kubernetes.podgroups.schedulers import SCHEDULERS
 from resilience.integrations.values import ValuesError, settle, value
@@ -30,6 +32,10 @@ _SCALE = {"": 1.0, "m": 0.001, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e1
 _SCALE |= {f"{unit}i": 1024.0**power for power, unit in enumerate("KMGTPE", 1)}
 _LONGEST = 63  # of a host name
 _LEAST_MEMORY = 64 * 1024.0**2
+_FORMS = {"namespace": words.namespace, "gpu_resource": words.label_key}
+_FORMS |= dict.fromkeys(
+    ("service_account", "priority_class", "storage_class", "checkpoint_claim", "scheduler_name"), words.name
+)
 _OURS = {"nnodes": "nodes, and min_nodes,", "nproc-per-node": "nproc_per_node", "max-restarts": "max_restarts"}
 _LAUNCHER = {flag: f"give {name} instead" for flag, name in (_OURS | {"ft-stop-grace": "stop_grace"}).items()}
 _LAUNCHER |= dict.fromkeys(
@@ -98,6 +104,7 @@ class JobValues:
         settle(self, needed=("name", "image", "script"))
         self._check_numbers()
         self._check_names()
+        self._check_forms()
         flags.check(self.launcher_args, self.env)
         for word in self.launcher_args:
             if found := flags.undone(word, _LAUNCHER):
@@ -142,6 +149,19 @@ class JobValues:
             raise ValuesError(f"store {self.store!r}: write HOST:PORT, as `resilience store` prints it.")
         if self.gang != NO_GANG:
             self.group()
+
+    def _check_forms(self) -> None:
+        """Raise for words that the API server would refuse, or that would make one kind of thing of a job and not the other."""
+        told = [(name, getattr(self, name), form) for name, form in _FORMS.items() if getattr(self, name)]
+        told += [("image_pull_secrets", name, words.name) for name in self.image_pull_secrets]
+        told += [("env", name, words.variable) for name in self.env]
+        for key, text in self.node_selector.items():
+            told += [("node_selector", key, words.label_key), ("node_selector", text, words.label_value)]
+        for name, text, form in told:
+            try:
+                form(text)
+            except argparse.ArgumentTypeError as error:
+                raise ValuesError(f"{name}: {error}.") from error
 
     def _check_numbers(self) -> None:
         least = {"nodes": 1, "nproc_per_node": 0, "gpus_per_node": 0, "slots": 0, "replicas": 0, "max_restarts": 0}

@@ -296,6 +296,11 @@ def test_what_changed_while_the_server_was_started_again_and_forgot_is_told_dele
         assert (DELETED, "stays") not in seen.all
 
 
+def test_kind_that_is_not_installed_is_named_with_what_is_missing(cluster: Cluster) -> None:
+    with pytest.raises(NotFound, match=r"no things of example\.org/v1.*CustomResourceDefinition.*not installed"):
+        cluster.api.create(Kind("example.org", "v1", "things"), {"metadata": {"name": "one"}}, cluster.name)
+
+
 def test_kind_that_is_not_installed_counts_as_looked_at(cluster: Cluster) -> None:
     out: queue.SimpleQueue[Change] = queue.SimpleQueue()
     watcher = Watcher(cluster.api, Kind("example.org", "v1", "things", optional=True), cluster.name, out)

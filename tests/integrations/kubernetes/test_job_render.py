@@ -452,8 +452,16 @@ def test_flags_that_would_undo_the_job_are_refused(word: str) -> None:
         ("checkpoint_path", "/", "is taken"),
         ("checkpoint_path", "/dev/shm/", "is taken"),
         ("store", "h:99999", "write HOST:PORT"),
+        ("namespace", "Team A", "namespace: 'Team A' can't be a namespace"),
+        ("service_account", "train_er", "service_account: 'train_er' can't be a name"),
+        ("checkpoint_claim", "a/b", "checkpoint_claim: 'a/b' can't be a name"),
+        ("image_pull_secrets", ["My Secret"], "image_pull_secrets: 'My Secret' can't be a name"),
+        ("gpu_resource", "nvidia com", "gpu_resource: 'nvidia com' can't be the key"),
+        ("env", {"1ST": "x"}, "env: '1ST' can't name a variable"),
+        ("node_selector", {"a b": "c"}, "node_selector: 'a b' can't be the key"),
+        ("node_selector", {"rack": "-7"}, "node_selector: '-7' can't be the value"),
     ],
 )
-def test_values_that_cant_be_meant_are_refused(name: str, text: str, said: str) -> None:
+def test_values_that_cant_be_meant_are_refused(name: str, text: Any, said: str) -> None:
     with pytest.raises(ValuesError, match=said):
         JobValues(name="a", image="b", script=("train.py",), **{name: text})
