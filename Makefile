@@ -65,7 +65,7 @@ $(KUBERNETES):
 
 test-kubernetes: setup $(KUBERNETES)
 	@command -v openssl >/dev/null || { apt-get update -qq && apt-get install -y -qq openssl; }
-	$(BIN)/python -m pytest tests/integrations/kubernetes tests/documents tests/real/test_kubernetes*.py
+	$(BIN)/python -m pytest $(if $(SHORT),-m apiserver) tests/integrations/kubernetes tests/documents tests/real/test_kubernetes*.py
 
 # Ray, in an environment of its own: torch first, under its pin. The cluster is one of this host's processes, all on loopback.
 test-ray:
@@ -81,7 +81,7 @@ test-slurm: setup
 	  apt-get update -qq && apt-get install -y -qq --no-install-recommends slurm-wlm slurm-client munge; break; }; done
 	$(BIN)/python -m pytest $(SHORT) -n 2 $(if $(SHORT),,tests/integrations/slurm) tests/real/test_slurm.py
 
-# Ray and Slurm without their rare cases, which make test-ray and make test-slurm have, and without what make test has had.
+# Without what make test has had; Ray and Slurm without their rare cases too, which make test-ray and make test-slurm have.
 test-real: SHORT := -m 'not rare'
 test-real: setup test-kubernetes test-ray test-slurm test-long
 	@test "$$(id -u)" = 0 || { echo "make test-real needs root"; exit 1; }

@@ -36,7 +36,9 @@ def loss_of(command: list[str]) -> str:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "other"), [(1, lambda _: [sys.executable]), (2, torchrun)], ids=["python", "torchrun"]
+    ("ranks", "other"),
+    [pytest.param(1, lambda _: [sys.executable], marks=pytest.mark.rare), (2, torchrun)],
+    ids=["python", "torchrun"],
 )
 def test_the_example_learns_the_same_under_every_launcher(
     tmp_path: Path, ranks: int, other: Callable[[Path], list[str]]
@@ -168,6 +170,7 @@ def test_the_guard_example_learns_from_data_with_a_bad_sample_and_says_what_it_l
     assert len(set(left_out)) in (2, 3), done.stderr  # one in each epoch of forty steps
 
 
+@pytest.mark.long
 def test_the_preemption_example_stops_together_and_goes_on_where_it_stopped(tmp_path: Path) -> None:
     script = [str(ROOT / "examples" / "preemption.py"), str(tmp_path / "checkpoints")]
     ends: list[list[int]] = []

@@ -96,6 +96,7 @@ def test_killed_launcher_leaves_how_far_it_came(tmp_path: Path) -> None:
 
 
 @pytest.mark.spawns
+@pytest.mark.long
 def test_cycles_are_told_of_though_torch_keeps_the_logs(tmp_path: Path) -> None:
     flags = ["--nproc-per-node=1", "--max-restarts=1", f"--log-dir={tmp_path / 'logs'}", "--redirects=3"]
     with job(tmp_path, flags, train(100000)) as it:

@@ -598,7 +598,7 @@ except resilience.checkpoint.stores.claims.DirectoryInUse as error:
     ("rank", "through"),
     [
         (0, "its name"),
-        (1, "a link"),
+        pytest.param(1, "a link", marks=pytest.mark.rare),
         pytest.param(1, "its name", marks=pytest.mark.rare),
         pytest.param(0, "a link", marks=pytest.mark.rare),
     ],

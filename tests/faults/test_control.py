@@ -43,6 +43,7 @@ def test_continue_is_logged_and_changes_nothing(tmp_path: Path) -> None:
         assert not (it.nodes[0].run_dir / "cycles").exists()
 
 
+@pytest.mark.long
 def test_excluded_node_leaves_at_once_and_may_not_come_back_not_even_after_restarts(tmp_path: Path) -> None:
     with training(tmp_path, 3, "2:3", "--max-restarts=3") as it:
         it.nodes[2].order("control ExcludeThisNode")

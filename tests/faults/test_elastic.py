@@ -45,6 +45,7 @@ def test_rank_0_that_moves_to_a_new_node_has_the_directory_from_the_old_one(tmp_
         assert (newest.step, newest.world) == (restored(it)[0] + 20, 2)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("lost", [0, pytest.param(1, marks=pytest.mark.rare)])
 def test_node_that_is_left_goes_on_from_its_memory_where_all_of_it_is_there(tmp_path: Path, lost: int) -> None:
     """What DDP's ranks have in common is whole on every node; nothing was ever on disk."""
@@ -66,6 +67,7 @@ def test_node_that_is_left_goes_on_from_its_memory_where_all_of_it_is_there(tmp_
         assert (last.manifest.step, last.manifest.world) == (step + 20, 1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("lost", [pytest.param(0, marks=pytest.mark.rare), 1])
 def test_shards_of_a_lost_node_are_found_in_the_copies_that_are_here(tmp_path: Path, lost: int) -> None:
     with job(tmp_path, 20, together=2, MODE="fsdp2", REPLICAS="1", DISK_EVERY=NEVER) as it:

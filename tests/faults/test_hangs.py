@@ -29,7 +29,9 @@ def run_to_verdict(
         ("load:sleep", ["--ft-rank-section-timeouts=load:1.5"], "in section 'load'"),
         ("load:gil", ["--ft-rank-section-timeouts=load:1.5"], "in section 'load'"),
         ("load:stop", ["--ft-rank-section-timeouts=load:1.5"], "stopped by a signal, in section 'load'"),
-        ("epoch:loop", ["--ft-rank-section-timeouts=epoch:4"], "in section 'epoch'"),
+        pytest.param(
+            "epoch:loop", ["--ft-rank-section-timeouts=epoch:4"], "in section 'epoch'", marks=pytest.mark.long
+        ),
         ("between:sleep", ["--ft-rank-out-of-section-timeout=1.5"], "outside any section"),
         ("beats:loop", ["--ft-rank-heartbeat-timeout=3"], "no heartbeat"),
         ("after:sleep", ["--ft-rank-exit-timeout=3"], "not ended after its loop"),

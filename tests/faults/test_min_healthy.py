@@ -72,6 +72,7 @@ def test_hardware_code_makes_its_node_leave_without_disturbing_the_others(tmp_pa
         assert finish(it.nodes[:2]) == [0, 0], it.logs()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("leaver", [0, pytest.param(1, marks=pytest.mark.rare)])
 def test_stop_is_agreed_on_by_those_that_are_left(tmp_path: Path, leaver: int) -> None:
     with training(tmp_path, 2, "1:2", POLICY) as it:

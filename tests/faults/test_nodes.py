@@ -76,6 +76,7 @@ def test_a_launcher_whose_store_is_silent_ends_itself_and_its_ranks(tmp_path: Pa
         node1.assert_nothing_left()
 
 
+@pytest.mark.long
 def test_a_node_whose_launcher_falls_silent_is_named_and_may_come_back(tmp_path: Path) -> None:
     options = ["--max-restarts=2", "--ft-node-silence-timeout=4"]
     with nodes(tmp_path, 2, options, [SCRIPT, "300", "none", "0"]) as both:

@@ -80,6 +80,7 @@ def test_training_in_another_thread_goes_on_after_the_main_one_returned(tmp_path
         quiet(it)
 
 
+@pytest.mark.long
 def test_a_socket_that_was_cleaned_away_is_back_for_the_next_cycle(tmp_path: Path) -> None:
     options = ["--nproc-per-node=2", "--max-restarts=1", "--ft-initial-rank-heartbeat-timeout=10"]
     with job(tmp_path, options, train(400, "load:kill", 1, 150)) as it:

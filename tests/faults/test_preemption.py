@@ -44,6 +44,7 @@ def test_all_ranks_stop_at_the_same_step_however_fast_they_are(tmp_path: Path, d
         assert len(set(places)) == 1, places
 
 
+@pytest.mark.long
 def test_job_that_goes_on_counts_its_cycles_on_and_overwrites_no_log(tmp_path: Path) -> None:
     script = [str(WORKLOADS / "lockstep.py"), "100000"]
     meeting = ["--rdzv-backend=c10d", "--rdzv-id=again", f"--rdzv-endpoint=127.0.0.1:{free_port()}"]

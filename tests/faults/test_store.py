@@ -46,6 +46,7 @@ def test_killing_the_launcher_that_hosts_the_store_ends_the_others_with_the_code
             node.assert_nothing_left()
 
 
+@pytest.mark.long
 def test_preempted_job_goes_on_in_the_same_store_with_the_same_id(tmp_path: Path) -> None:
     with serving() as port:
         for run in range(2):
@@ -89,6 +90,7 @@ def test_lone_node_that_stood_still_until_a_spare_took_its_place_trains_no_more(
         assert finish([spare, first]) == [0, 0], it.logs()
 
 
+@pytest.mark.long
 def test_a_store_of_its_own_that_is_killed_ends_all_nodes_with_the_code_to_try_again(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "resilience", "store", "--host=127.0.0.1", "--port=0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:

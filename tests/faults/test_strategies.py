@@ -228,6 +228,7 @@ def test_launcher_that_is_killed_is_replaced_by_a_waiting_one(tmp_path: Path) ->
         assert finish([it.nodes[0], spare]) == [0, 0], it.logs()
 
 
+@pytest.mark.long
 def test_lost_node_is_reported_though_a_spare_was_the_first_to_miss_it(tmp_path: Path) -> None:
     with training(tmp_path, 2, "2", "--max-restarts=3", "--ft-testimony-timeout=2") as it:  # they would take a minute
         spare = it.add("--ft-node-silence-timeout=2")
@@ -241,6 +242,7 @@ def test_lost_node_is_reported_though_a_spare_was_the_first_to_miss_it(tmp_path:
         assert finish([it.nodes[0], spare]) == [0, 0], it.logs()
 
 
+@pytest.mark.long
 def test_node_that_only_stood_still_is_not_blamed_by_those_who_saw_it_taken_out(tmp_path: Path) -> None:
     with training(tmp_path, 2, "2", "--max-restarts=3", "--ft-use-infra-group-rank=false") as it:
         spare = it.add("--ft-node-silence-timeout=2")
@@ -281,6 +283,7 @@ def test_spare_takes_over_and_the_ranks_of_the_others_stay(tmp_path: Path) -> No
         assert finish([it.nodes[0], it.nodes[2]]) == [0, 0], it.logs()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "variable",
     ["SLURM_PROCID", *(pytest.param(name, marks=pytest.mark.rare) for name in ("GROUP_RANK", "JOB_COMPLETION_INDEX"))],

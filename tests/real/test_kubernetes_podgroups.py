@@ -12,7 +12,7 @@ from tests.jobs import wait_for
 from tests.real.kubernetes import ApiServer
 
 __all__ = ["admin", "controller", "space"]
-pytestmark = [pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.timeout(300), pytest.mark.apiserver]
 
 
 def test_group_goes_with_its_job(api_server: ApiServer, admin: Api, space: str, controller: None) -> None:

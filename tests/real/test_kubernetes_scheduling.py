@@ -24,7 +24,7 @@ from tests.integrations.kubernetes.pods import JOB, ended
 from tests.jobs import wait_for
 from tests.real import kubernetes
 
-pytestmark = pytest.mark.spawns
+pytestmark = [pytest.mark.spawns, pytest.mark.apiserver]
 RACK = "scheduling/rack-id"
 HARD = "requiredDuringSchedulingIgnoredDuringExecution"
 JOBS = Kind("batch", "v1", "jobs")

@@ -58,6 +58,7 @@ def goes_on(it: Job) -> list[tuple[int, str]]:
     return [(int(step), where) for step, where in re.findall(r"the job goes on from step (\d+) \((\w+)", it.log())]
 
 
+@pytest.mark.long
 def test_a_kill_a_hang_and_a_preemption_in_the_middle_of_an_epoch_change_nothing(tmp_path: Path) -> None:
     straight, folder = tmp_path / "straight", tmp_path / "broken"
     with run(straight, TWO) as it:
