@@ -69,10 +69,13 @@ class UnsupportedPlatform(ResilienceError):  # noqa: N818 - reads as what it is
 
 
 def double_colon(word: str) -> str:
-    """Return ``" Did you mean 'module::Class'?"`` for a class that was written with one colon, or an empty string."""
+    """Return ``" Did you mean 'module::Class'?"`` for a class that was written with one colon, or an empty string.
+
+    Only a capital says that a class was meant: ``fil:faults`` is a misspelt file.
+    """
     module, _, name = word.partition(":")
-    path = module.split(".")
-    return f" Did you mean '{module}::{name}'?" if all(part.isidentifier() for part in (*path, name)) else ""
+    is_class = name[:1].isupper() and all(part.isidentifier() for part in (*module.split("."), name))
+    return f" Did you mean '{module}::{name}'?" if is_class else ""
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
