@@ -17,7 +17,7 @@ from typing import Any
 
 _LONGEST = 400  # characters; the whole is in the report
 _LARGEST = 32 * 2**20  # bytes of a report; of thousands of ranks it is a few
-_GOES_ON = ("restart", "wait", "")
+GOES_ON = ("restart", "wait", "")
 
 
 def of_run(run_dir: Path) -> str:
@@ -48,7 +48,7 @@ def folder_of(log: object) -> str:
 def of_report(report: Mapping[str, Any], node: str) -> str:
     """Return the rank that ended the run, on ``node`` if that is to be said, and what became of it; empty if the run went on."""
     culprit = report.get("culprit")
-    if not isinstance(culprit, dict) or report.get("action", "") in _GOES_ON:
+    if not isinstance(culprit, dict) or report.get("action", "") in GOES_ON:
         return ""
     message = short(str(culprit.get("message") or ""))
     log = culprit.get("log")

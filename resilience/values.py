@@ -59,16 +59,15 @@ def _positive(raw: Any) -> float:
 def _count(raw: Any) -> int:
     if isinstance(raw, bool):
         raise ValueError("a yes/no value is not a number")
-    value = int(raw)
-    if not 1 <= value <= 900 or value != float(raw):
+    if not float(raw).is_integer() or not 1 <= int(raw) <= 900:
         raise ValueError("must be a whole number from 1 to 900")
-    return value
+    return int(raw)
 
 
 def _number(raw: Any) -> int | None:
     if raw is None or (isinstance(raw, str) and raw.strip().lower() in _NO_TIMEOUT):
         return None
-    if isinstance(raw, bool) or int(raw) != float(raw) or int(raw) < 0:
+    if isinstance(raw, bool) or not float(raw).is_integer() or int(raw) < 0:
         raise ValueError("must be a whole number from 0 up")
     return int(raw)
 

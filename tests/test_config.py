@@ -210,6 +210,8 @@ def test_section_timeouts_of_a_file(yaml: Any) -> None:
         ("safety_factor", None, "a number greater than 0"),
         ("learn_after", "0", "a whole number from 1 to 900"),
         ("learn_after", 2.5, "a whole number from 1 to 900"),
+        ("learn_after", float("inf"), "a whole number from 1 to 900"),
+        ("max_node_restarts", float("nan"), "a whole number from 0 up, or null for no limit"),
         ("rank_termination_signal", "SIGNONE", "the name or number of a signal that ends a process"),
         ("rank_termination_signal", "999", "the name or number of a signal that ends a process"),
         ("rank_termination_signal", "SIGSTOP", "the name or number of a signal that ends a process"),

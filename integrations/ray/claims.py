@@ -13,7 +13,7 @@ import zlib
 from typing import TYPE_CHECKING
 
 from resilience.integrations.ray import layout
-from resilience.integrations.ray.state import Phase, Slot, State, noted, waiting
+from resilience.integrations.ray.state import SLOWEST_S, Phase, Slot, State, noted, waiting
 
 from resilience.groups import escalation
 
@@ -24,7 +24,6 @@ FENCED_S = 60.0  # by then a launcher on a node that Ray has given up has ended 
 PINNED_S = 10.0  # a node that was seen to be free, and does not get our claim by then, has been taken by somebody else
 # A job that waits for nodes keeps those that it has so long, and then lets others have them for a moment.
 HELD_S = 120.0
-SLOWEST_S = 30.0  # between two starts of what keeps ending
 _PAUSE_S = 3.0
 _PAUSES = 8  # of different lengths, a second apart
 LONGEST_PAUSE_S = _PAUSE_S + _PAUSES

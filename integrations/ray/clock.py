@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from resilience.integrations.ray.claims import FENCED_S, LONGEST_PAUSE_S, SLOWEST_S
+from resilience.integrations.ray.claims import FENCED_S, LONGEST_PAUSE_S
 from resilience.integrations.ray.start import AVOIDED_S
-from resilience.integrations.ray.state import Phase, Slot, State
+from resilience.integrations.ray.state import SLOWEST_S, Phase, Slot, State
 
 from resilience.groups import escalation
 

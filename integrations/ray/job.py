@@ -277,7 +277,7 @@ def _read(name: str, how: Callable[[str], Any]) -> Any:
 
 def _check_timeout(timeout: object) -> None:
     """Raise for what is no number of seconds, before anything is asked of the cluster."""
-    number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
+    number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool) and not math.isnan(timeout)
     if timeout is not None and not number:
         raise TypeError(f"timeout={timeout!r}: give a number of seconds, or None to wait for as long as it takes.")
 

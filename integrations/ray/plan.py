@@ -20,10 +20,11 @@ nodes are none.
 from __future__ import annotations
 
 import dataclasses
+import signal
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from resilience.integrations.ray import claims, clock, start
+from resilience.integrations.ray import claims, clock, finishing, start
 from resilience.integrations.ray.layout import Node
 from resilience.integrations.ray.state import Phase, Slot, State, noted
 
@@ -121,10 +122,10 @@ def decide(rules: Rules, state: State, seen: Seen, now: float) -> State:
             if state.phase is Phase.RUNNING:
                 state = _tend(rules, state, seen, rank, now)
         state = _preempted(rules, state, now)
-        state = _rejoined(rules, state, now)
+        state = finishing.overdue(finishing.rejoined(rules, state, now), now)
     if state.phase is Phase.RUNNING:
         state = claims.move_groups(rules, state, seen, now)
-        state = start.tell(claims.seek(rules, state, seen, now), seen, now)
+        state = finishing.tell(start.tell(claims.seek(rules, state, seen, now), seen, now), now)
     return _wind_up(rules, state, seen, now)
 
 
@@ -153,7 +154,7 @@ def _cut_off(rules: Rules, state: State, slot: Slot, now: float) -> State:
     mates = [it for it in state.slots if it.launch and it.ended is None]
     silent = [str(it.rank) for it in mates if it.rank not in cut]
     if silent and cut.count(slot.rank) < (2 if len(silent) <= len(set(cut)) else 3):
-        again = _again(state, slot, now)
+        again = state.again(slot, now)
         waits = max(again.slots[slot.rank].not_before, now + CUT_OFF_S)
         return again.with_slot(dataclasses.replace(again.slots[slot.rank], not_before=waits))
     why = "all launchers were cut off: they form again with another store"
@@ -162,7 +163,7 @@ def _cut_off(rules: Rules, state: State, slot: Slot, now: float) -> State:
         why = f"node {slot.rank} waited in vain, again, for the {who}: held for hung and ended; all form again"
     state = noted(_next_round(state, now), now, why)
     for mate in mates:  # those that were started again have only tried to join
-        state = _again(state, mate, now)
+        state = state.again(mate, now)
     return state
 
 
@@ -181,7 +182,7 @@ def _tend(rules: Rules, state: State, seen: Seen, rank: int, now: float) -> Stat
     if slot.launch and slot.life != known.life:
         why = f"the actor of node {rank} died, and its launcher with it"
         state = _counted(rules, noted(state, now, why), now, why, rank)
-        return _again(state, dataclasses.replace(slot, ended=None), now)
+        return state.again(dataclasses.replace(slot, ended=None), now)
     if slot.launch and slot.ended is None and known.launch == slot.launch and known.code is not None:
         return _ended(rules, state, slot, known, now)
     if not slot.launch and slot.ended is None and _may_start(rules, state, slot, now):
@@ -206,7 +207,10 @@ def _ended(rules: Rules, state: State, slot: Slot, known: ClaimSeen, now: float)
     state = noted(state, now, _end_of(slot, code, known.why))
     if slot.launch in state.unchecked and code != exits.UNFIT:
         state = dataclasses.replace(state, unfit=(), unchecked=())
-    if slot.leave and code == exits.FAILED:  # ended by our signal, before the script had said anything
+    if slot.leave and code in (
+        exits.FAILED,
+        -signal.SIGTERM,
+    ):  # ended by our signal, before the script had said anything
         code = exits.PREEMPTED
     if code in (exits.FINISHED, exits.PREEMPTED):
         return _left(rules, state, slot, code, now)
@@ -221,11 +225,11 @@ def _ended(rules: Rules, state: State, slot: Slot, known: ClaimSeen, now: float)
         return _at_fault(rules, state, slot, known, now)
     short = sum(bool(it.node) for it in state.slots) < rules.min_nodes
     if code == exits.CUT_OFF and (short or slot.round != state.round):  # it waited for a lost node; or that was counted
-        return _again(state, slot, now)
+        return state.again(slot, now)
     state = _counted(rules, state, now, why, slot.rank)
     if code == exits.CUT_OFF and state.phase is Phase.RUNNING:
         return _cut_off(rules, state, slot, now)
-    return _again(state, slot, now)
+    return state.again(slot, now)
 
 
 def _at_fault(rules: Rules, state: State, slot: Slot, known: ClaimSeen, now: float) -> State:
@@ -246,7 +250,7 @@ def _at_fault(rules: Rules, state: State, slot: Slot, known: ClaimSeen, now: flo
     state = _next_round(dataclasses.replace(state, excluded=excluded), now)  # that store has excluded them too
     state = noted(state, now, f"{_EVERYWHERE}: no node is excluded for it, and all form again")
     for it in state.slots:
-        state = _again(state, it, now) if it.ended is None else state
+        state = state.again(it, now) if it.ended is None else state
     return state
 
 
@@ -288,13 +292,6 @@ def meaning(code: int, why: str = "") -> str:
     return "; ".join(filter(None, (said, why)))
 
 
-def _again(state: State, slot: Slot, now: float) -> State:
-    """Have the launcher of a slot started again where it is; later each time, if it keeps ending."""
-    wait = min(claims.SLOWEST_S, float(max(0, state.failures - 1)))
-    again = dataclasses.replace(slot, launch=0, ended=None, leave=False, asks=False, not_before=now + wait)
-    return state.with_slot(again)
-
-
 def _counted(rules: Rules, state: State, now: float, why: str, rank: int) -> State:
     """Count a failure of a node, unless it belongs to an incident that was counted."""
     if now - state.incident_at < INCIDENT_S and state.struck and rank not in state.struck:
@@ -323,35 +320,13 @@ def _preempted(rules: Rules, state: State, now: float) -> State:
         state = noted(_next_round(state, now), now, "preempted; it is started again")
     for slot in left:
         lost = slot.leave
-        state = claims.lose(rules, state, slot.rank, now, "its node is drained") if lost else _again(state, slot, now)
-    return state
-
-
-def _rejoined(rules: Rules, state: State, now: float) -> State:
-    """Start those again that have finished, where another one has to form again and can't without them. A launcher ends with 0 when
-    all ranks of the job are done; then the store tells whoever is started again. If it does not know it any more they are not, as
-    far as anybody can tell, and the whole job goes on from its newest checkpoint."""
-    finished = [slot for slot in state.slots if slot.finished]
-    rest = [slot for slot in state.slots if not slot.finished]
-    if state.phase is not Phase.RUNNING or not finished or len(finished) >= rules.min_nodes:
-        return state
-    newest = max(slot.round for slot in finished)
-    if len(rest) >= rules.min_nodes or any(it.launch and it.ended is None and it.round <= newest for it in rest):
-        return state
-    state = noted(
-        state, now, "launchers that have finished are started again: another one needs them, or is told so too"
-    )
-    for slot in (*finished, *(slot for slot in rest if not slot.launch)):
-        again = _again(state, slot, now) if slot.finished else state
-        state = again.with_slot(dataclasses.replace(again.slots[slot.rank], asks=True))
-        if not slot.node:
-            state = claims.missed(rules, state, slot, now, "its node was lost after it had finished")
+        state = claims.lose(rules, state, slot.rank, now, "its node is drained") if lost else state.again(slot, now)
     return state
 
 
 def _wind_up(rules: Rules, state: State, seen: Seen, now: float) -> State:
     """End the job where there is nothing left to wait for."""
-    if _done(rules, state) and state.phase in (Phase.RUNNING, Phase.STOPPING) and now >= state.fenced_at:
+    if finishing.is_done(rules, state) and state.phase in (Phase.RUNNING, Phase.STOPPING) and now >= state.fenced_at:
         return _over(state, Phase.SUCCEEDED, exits.FINISHED, "all launchers ended with 0", now)
     if state.phase not in (Phase.STOPPING, Phase.ENDING):
         return state
@@ -362,18 +337,12 @@ def _wind_up(rules: Rules, state: State, seen: Seen, now: float) -> State:
         return state
     if state.phase is Phase.ENDING and state.outcome is not None:
         return _over(state, state.outcome, state.exit_code, state.reason, now)
-    if _done(rules, state):
+    if finishing.is_done(rules, state):
         return _over(state, Phase.SUCCEEDED, exits.FINISHED, "all launchers ended with 0", now)
     how = [f"the launchers of nodes {', '.join(map(str, running))} were ended"] if running else []
     agreed = (None, exits.FINISHED, exits.PREEMPTED)
     how += [f"that of node {slot.rank} ended with {slot.ended}" for slot in state.slots if slot.ended not in agreed]
     return _over(state, Phase.STOPPED, exits.PREEMPTED, "; ".join([state.reason, *how]), now)
-
-
-def _done(rules: Rules, state: State) -> bool:
-    """Return whether the job has done its work: all launchers that there are have, and they are enough."""
-    finished = [slot for slot in state.slots if slot.finished]
-    return len(finished) >= rules.min_nodes and not any(slot.launch and not slot.finished for slot in state.slots)
 
 
 def _leavers(state: State, seen: Seen, now: float) -> State:

@@ -183,6 +183,7 @@ class JobSpec:
             name: value if isinstance(value, float) else shown(value) for name, value in self.settings.items()
         }
         config.resolve(raw, {})
+        plain("settings(…)", dict(self.settings))
         for name, value in self.rendezvous.items():
             words.check_rendezvous(name, value)
         for word in self.launcher_args:

@@ -14,6 +14,7 @@ from resilience.failover import exits
 from resilience.groups import escalation
 
 KEPT_LINES = 100
+SLOWEST_S = 30.0  # between two starts of what keeps ending
 STUMBLES = "the supervisor stumbles: "  # so begins a reason that only a step that goes well takes away
 
 
@@ -118,6 +119,12 @@ class State:
     def with_slot(self, slot: Slot) -> State:
         """Return it with another slot in the place of the one of that rank."""
         return dataclasses.replace(self, slots=(*self.slots[: slot.rank], slot, *self.slots[slot.rank + 1 :]))
+
+    def again(self, slot: Slot, now: float) -> State:
+        """Return it with the launcher of a slot to be started again where it is; later each time, if it keeps ending."""
+        wait = min(SLOWEST_S, float(max(0, self.failures - 1)))
+        again = dataclasses.replace(slot, launch=0, ended=None, leave=False, asks=False, not_before=now + wait)
+        return self.with_slot(again)
 
     def as_text(self) -> str:
         """Return it as JSON."""

@@ -101,11 +101,11 @@ def decide(now: Situation) -> Decision:
     codes = _codes(now)
     out = _out(now)
     progress = now.step > now.history.step
-    kept = replace(now.history, step=max(now.step, now.history.step), counted=0 if progress else now.history.counted)
+    kept = History(step=now.step) if progress else now.history
     if now.asked or (exits.PREEMPTED in codes and not now.gave_up):
-        return _stopped(now, out, kept, progress)
+        return _stopped(now, out, kept)
     what = _what(now, codes)
-    same = bool(now.cause) and now.cause == now.history.cause and not out and not progress
+    same = bool(now.cause) and now.cause == kept.cause and not out
     if same:
         where = f"no step beyond {kept.step}" if kept.step >= 0 else "no step"
         why = f"{what}: the same failure as before the last requeue, and {where} since. Starting again can't help"
@@ -130,7 +130,7 @@ def _codes(now: Situation) -> list[int]:
     return [end.code for end in now.ends] or [now.code] * (now.code != exits.FINISHED)
 
 
-def _stopped(now: Situation, out: tuple[str, ...], kept: History, progress: bool) -> Decision:
+def _stopped(now: Situation, out: tuple[str, ...], kept: History) -> Decision:
     """Say what follows a request to stop. One that fails in the same way again, and no step further, is counted."""
     goes_on = "it goes on when it is started again"
     failed = _failed_at_stop(now)
@@ -141,7 +141,7 @@ def _stopped(now: Situation, out: tuple[str, ...], kept: History, progress: bool
     code = _worst(now)
     code = exits.FAILED if code == exits.PREEMPTED else code
     what, cause = f"asked to stop, and failed at it ({failed})", f"at the stop: {now.cause or f'exit code {code}'}"
-    if progress or cause != now.history.cause:
+    if cause != kept.cause:
         why, kept = f"{what}: {goes_on}, from its last checkpoint", replace(kept, cause=cause)
         return Decision(True, code, why, out, kept, failed_at_stop=True)
     if kept.counted >= now.max_requeues:

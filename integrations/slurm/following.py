@@ -42,6 +42,7 @@ from resilience.failover import ends, exits
 
 _LOG = logging.getLogger("resilience.slurm")
 _LOOK_S = 1.0
+_ASK_S = 20.0  # between two looks at a job whose watch has ended
 _STORE_S = 120.0
 _PATIENCE_S = 600.0  # with a slurmctld that does not answer
 _LEAVE_S = 5.0
@@ -67,6 +68,7 @@ class Follower:
     _told_to_end: bool = False  # by Slurm, be it for good or not
     _srun: subprocess.Popen[bytes] | None = None
     _watch: Watch | None = None
+    _next_look: float = 0.0  # at the job, for the sake of its watch
     _others: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -217,6 +219,9 @@ class Follower:
         """Say it where nobody watches over this node any more; not where the job ends, and its steps with it."""
         if self._watch is None or self.asked or self._told_to_end or not self._watch.has_ended:
             return
+        if time.monotonic() < self._next_look:
+            return
+        self._next_look = time.monotonic() + _ASK_S
         if jobs.look(self.options.job, self.options.restart).state == chain.RUNNING and not self._told_to_end:
             self._watch.look()
 

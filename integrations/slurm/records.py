@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from resilience.integrations import cause
 from resilience.integrations.slurm import chain
 
 from resilience.failover import failure, progress, sentence
@@ -153,7 +154,8 @@ def _kind(path: Path) -> str:
 
 
 def last_failure(run_dir: Path) -> tuple[int, str]:
-    """Return the highest step that launchers told of, and the cause of the newest report; empty where it can't repeat itself.
+    """Return the highest step that launchers told of, and the cause of the newest report; empty where it can't repeat itself, and
+    where it was survived: something else ended the start.
 
     Steps are in reports, and in what launchers keep while they run: one that is killed writes no report.
     """
@@ -164,11 +166,12 @@ def last_failure(run_dir: Path) -> tuple[int, str]:
             steps = [rank.get("step") for rank in report["ranks"]]
             culprit = report["culprit"]
             kind, cycle = str(culprit["kind"]), int(report["cycle"])
+            passes = kind == "node" or report["action"] in cause.GOES_ON
             said = f"{kind}: {failure.without_numbers(str(culprit['message']))}"
         except (*_UNREADABLE, KeyError, TypeError, AttributeError):
             continue  # torn, or of another version
         best = max([best, *(step for step in steps if type(step) is int)])
-        newest = max(newest, (cycle, "" if kind == "node" else said))
+        newest = max(newest, (cycle, "" if passes else said))
     return best, newest[1]
 
 
@@ -206,6 +209,7 @@ def _write(home: Path, name: str, told: object) -> None:
         try:
             file.write(json.dumps(told))
             file.flush()
+            os.fsync(file.fileno())  # a shared file system may say only now that it is full
             partial.replace(home / name)
         except OSError:
             partial.unlink(missing_ok=True)

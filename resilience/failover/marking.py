@@ -13,7 +13,6 @@ Rule: a fault that was told is marked, or there is a line in the log that says t
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import fcntl
 import importlib
@@ -23,9 +22,7 @@ import json
 import logging
 import os
 import secrets
-import signal
 import stat
-import subprocess
 import sys
 import threading
 import time
@@ -35,6 +32,7 @@ from typing import Any
 
 from resilience import kin
 from resilience.errors import ConfigError, double_colon, nearest
+from resilience.failover.attempt import Attempt
 from resilience.failover.error_monitor import ErrorMonitor, NodeFault, from_message
 
 _LOG = logging.getLogger("resilience.launcher")
@@ -146,7 +144,7 @@ class Marker:
         self._changed = threading.Condition()
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
-        self._attempt: subprocess.Popen[bytes] | None = None
+        self._attempt: Attempt | None = None
         if spec != NONE:
             code, why = self._run("rehearse", b"", _IMPORT_S)
             if code == _REFUSED:
@@ -176,9 +174,8 @@ class Marker:
             self._closing.set()
             self._changed.notify_all()
             left, self._open = self._open, {}
-            attempt = self._attempt
-        if attempt is not None:
-            _kill(attempt)
+        if self._attempt is not None:
+            self._attempt.cut_short()
         if self._thread is not None:
             self._thread.join(_LEAVE_S)
         for fault, why in left.items():
@@ -227,44 +224,18 @@ class Marker:
     def _run(self, verb: str, text: bytes, timeout: float) -> tuple[int | None, str]:
         """Run one attempt; return its exit code, if it ended, and what went wrong, or an empty string."""
         command = [sys.executable, "-m", "resilience.failover.marking", verb, self._spec, str(os.getpid())]
+        self._attempt = Attempt(command)
         try:
-            self._attempt = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                start_new_session=True,
-            )
+            code, said = self._attempt.run(text, timeout)
         except OSError as error:
             return None, f"it could not be started: {error}"
-        try:
-            _, said = self._attempt.communicate(text, timeout)
-        except subprocess.TimeoutExpired:
+        if code is None:
             return None, f"it did not {verb} within {timeout:g} s"
-        finally:
-            _end(self._attempt)
-        code = self._attempt.returncode
         if code == _DONE:
             return code, ""
-        lines = said.decode("utf-8", "replace").strip().splitlines()
+        lines = said.strip().splitlines()
         last = lines[-1] if lines else f"its process ended with {code} before it could {verb}"
         return code, last if len(last) <= _LONGEST else f"{last[:_LONGEST]}…"
-
-
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    """End a process and what it started."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a process and what it started, and hear no more of it."""
-    _kill(process)
-    for stream in (process.stdin, process.stderr):
-        if stream is not None:
-            with contextlib.suppress(OSError):
-                stream.close()
 
 
 def leave_message(fault: NodeFault, path: str | None) -> None:

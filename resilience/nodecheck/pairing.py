@@ -76,14 +76,15 @@ def first(nodes: Sequence[int]) -> tuple[Group, ...]:
 
 
 class Evidence:
-    """All trials so far, of the nodes that came and have not ``vanished``."""
+    """All trials so far, of the nodes that came, have not ``vanished`` and are still sound: one that tried once more by itself, and
+    failed at that, is no partner to learn from."""
 
     def __init__(
         self, nodes: Iterable[int], trials: Iterable[Trial], vanished: Iterable[int] = (), rule: Rule = USUAL
     ) -> None:
         self.vanished = frozenset(vanished)
         self.nodes = [node for node in nodes if node not in self.vanished]
-        self.trials = [trial for trial in trials if not self.vanished & set(trial.group)]
+        self.trials = [trial for trial in trials if set(trial.group) <= set(self.nodes)]
         self.median = typical(trial.seconds for trial in self.trials if trial.passed)
         self.rule = rule
         self.passed = {node for trial in self.trials if trial.passed for node in trial.group}

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import logging
 import os
+import signal
 import threading
 import time
 from pathlib import Path
@@ -367,6 +368,34 @@ def test_codes_of_the_hardware_are_faults_and_others_are_not(code: int, reason: 
     assert fault is not None
     assert (fault.reason, fault.code) == (reason, code)
     assert of_code("gpu-07", 1) is None
+
+
+@pytest.mark.spawns
+def test_monitor_that_leaves_something_in_the_background_has_marked_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It has the monitor's stderr, and keeps it open."""
+    (tmp_path / "loose.py").write_text(
+        "import pathlib, subprocess\n"
+        "from resilience.failover.error_monitor import ErrorMonitor\n"
+        "class Loose(ErrorMonitor):\n"
+        "    def mark(self, fault):\n"
+        f"        with open({str(tmp_path / 'marked')!r}, 'a') as file:\n"
+        "            file.write(fault.node + '\\n')\n"
+        "        left = subprocess.Popen(['sleep', '60'], start_new_session=True)\n"
+        f"        pathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(left.pid))\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    caplog.set_level(logging.INFO)
+    marker = Marker("loose::Loose", 20.0)
+    try:
+        marker.tell(FAULT)
+        wait_for(lambda: "is marked as faulty" in caplog.text, "the mark", 15)
+        marker.close()
+    finally:
+        os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
+    assert (tmp_path / "marked").read_text() == "gpu-07\n"
+    assert "NOT marked" not in caplog.text
 
 
 def test_monitor_that_fails_only_when_it_leaves_has_marked_once(

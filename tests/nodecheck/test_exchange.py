@@ -55,6 +55,7 @@ class Script:
     dies: str = ""
     hangs_for: float = 0.0
     later: float = 0.0  # its GEMM when it tries again, if another
+    later_broken: str = ""
     devices: int = 1
     wanted: int = 1
     real_devices: bool = False  # and not the host's processors
@@ -79,8 +80,9 @@ class Actor:
         self.script.log.append("alone")
         self._die("alone")
         threading.Event().wait(self.script.hangs_for)
-        if self.script.broken:
-            raise Broken(self.script.broken)
+        again = self.script.log.count("alone") > 1
+        if broken := self.script.later_broken if again else self.script.broken:
+            raise Broken(broken)
         seconds = self.script.later if self.script.later and len(self.script.log) > 1 else self.script.seconds
         host: dict[str, Any] = {"figures": {}, "faults": [], "warnings": []}
         return [{"device": "cpu", "seconds": seconds, "rate": 1.0, "host": host}]
@@ -198,6 +200,11 @@ def test_slow_node_tries_once_more_and_may_do_better() -> None:
     results, _ = check(Script(), once, always, Script(), Script())
     assert states(results) == [HEALTHY, HEALTHY, STRAGGLER, HEALTHY, HEALTHY]
     assert once.log.count("alone") == always.log.count("alone") == 2
+
+
+def test_slow_node_that_fails_when_it_tries_once_more_is_faulty_and_its_partner_is_not() -> None:
+    results, _ = check(Script(), Script(), Script(), Script(seconds=1.0, later_broken="the product is wrong"), Script())
+    assert states(results) == [HEALTHY, HEALTHY, HEALTHY, FAULTY, HEALTHY]
 
 
 @pytest.mark.parametrize("real", [True, False])

@@ -61,7 +61,7 @@ def test_node_whose_check_fails_never_trains_and_another_one_takes_its_place(sit
 
 @pytest.mark.rare
 def test_lost_node_gets_its_state_back_from_a_peers_memory(site: Site) -> None:
-    it = site.training(2, room=3, replicas=1)
+    it = site.training(2, room=3, replicas=1, environment={"DISK_EVERY": "1000000"})  # else that is as new now and then
 
     def lose() -> None:
         """All of the node's processes at once. Else its saver, which outlives its raylet, has the newest step on disk too."""

@@ -51,7 +51,7 @@ def train(folder: Path, steps: int, pause: float = 0.0, replicas: int = 0) -> No
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     things = {"model": model, "optimizer": optimizer}
     with resilience.FlashCheckpoint(
-        folder / "checkpoints", disk_every=5, replicas=max(0, replicas), **things
+        folder / "checkpoints", disk_every=int(os.environ.get("DISK_EVERY", "5")), replicas=max(0, replicas), **things
     ) as checkpoint:
         start = checkpoint.restore(allow_fresh_start=True)
         with (folder / "starts").open("a") as file:

@@ -7,6 +7,7 @@ import math
 import re
 import subprocess
 import sys
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +124,9 @@ def test_spec_is_the_same_after_it_was_sent() -> None:
         (lambda: minimal().launcher_args("-m"), "as one word"),
         (lambda: minimal().launcher_args("--"), "not a flag of `resilience run`"),
         (lambda: minimal().launcher_args("--redirects="), "has none"),
+        (lambda: minimal().settings(learn_after=math.inf), "a whole number from 1 to 900"),
+        (lambda: minimal().settings(stop_grace=Decimal(60)), "settings(…): only numbers, texts"),
+        (lambda: minimal().settings(termination_log=Path("/x")), "settings(…): only numbers, texts"),
         (lambda: minimal().rendezvous(nonsense=1), "no such setting"),
         (lambda: minimal().rendezvous(join_timout=1), "Did you mean 'join_timeout'"),
         (lambda: minimal().rendezvous(join_timeout=-1), "a number above 0"),
@@ -335,3 +339,11 @@ def test_builder_that_is_asked_for_what_a_job_does_says_to_build_it_first() -> N
 def test_timeout_that_is_no_number_is_refused_before_a_cluster_is_looked_for(call: str, timeout: Any) -> None:
     with pytest.raises(TypeError, match=re.escape(f"timeout={timeout!r}: give a number of seconds")):
         getattr(minimal().build(), call)(timeout)
+
+
+@pytest.mark.parametrize("timeout", [math.nan, "60", True])
+def test_time_to_wait_that_can_not_be_meant_is_refused_before_anything_is_asked(timeout: Any) -> None:
+    job = minimal().build()
+    for call in (job.wait, job.stop):
+        with pytest.raises(TypeError, match="give a number of seconds, or None"):
+            call(timeout)

@@ -185,6 +185,41 @@ def test_launcher_killed_when_enough_others_have_finished_is_not_started_again()
     assert it.state.launches == 4
 
 
+def test_launcher_that_hangs_when_all_others_have_finished_is_ended_and_the_next_one_asks() -> None:
+    it = running("aaaa", 4, None)
+    it.end(0, 0, 1, 2)
+    it.run(120)
+    assert "the launcher of node 3 will be ended" in it.state.reason
+    it.run(1670, step=5)
+    assert it.state.launches == 4, "it may be writing"
+    it.run(30)
+    assert (it.state.launches, it.running()) == (5, [False] * 3 + [True])
+    assert it.state.failures == 0
+    it.run(1900, step=5)  # it hangs too
+    assert (it.state.launches, it.running()) == (6, [False] * 3 + [True])
+    it.end(0, 3)
+    assert it.run(5).phase is Phase.SUCCEEDED
+    assert "as its store knows" in it.state.reason
+
+
+def test_launcher_that_hangs_when_enough_others_have_finished_is_ended_and_the_job_is_done() -> None:
+    it = running("aaaa", 4, None)
+    it.rules = replace(it.rules, min_nodes=3)
+    it.end(0, 0, 1, 2)
+    assert it.run(1700, step=5).phase is Phase.RUNNING
+    assert it.run(200, step=5).phase is Phase.SUCCEEDED
+
+
+@pytest.mark.parametrize("code", [1, -15])
+def test_launcher_on_a_drained_node_that_our_signal_ends_early_is_no_failure(code: int) -> None:
+    it = running("aaa", 2, None)
+    it.leaving.add(it.node(0))
+    it.tick()
+    it.end(code, 0)
+    it.run(5)
+    assert it.state.failures == 0
+
+
 def test_actor_that_is_gone_after_its_launcher_had_finished_is_no_failure() -> None:
     it = running("aa", 2, None, failures=0)
     it.end(0, 0)

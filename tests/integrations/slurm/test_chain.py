@@ -343,3 +343,24 @@ def test_too_few_nodes_are_left_only_when_nodes_left(
     codes: tuple[int, ...], nodes: int, needed: int, few: bool
 ) -> None:
     assert too_few(ends(*codes), nodes, needed) is few
+
+
+def test_failure_that_was_got_over_long_ago_is_none_that_repeats_itself() -> None:
+    """In between the job was requeued for its time limit, and went on."""
+    first = after(1, 1, step=100, cause="exception: NCCL error")
+    rested = after(79, 79, asked=True, step=5000, history=first.history)
+    again = after(1, 1, step=-1, cause="exception: NCCL error", history=rested.history)
+    assert (again.requeue, again.history) == (True, History(1, "exception: NCCL error", 5000))
+    assert not after(1, 1, step=-1, cause="exception: NCCL error", history=again.history).requeue
+
+
+def test_stop_that_failed_long_ago_is_none_that_repeats_itself() -> None:
+    failed = {
+        "asked": True,
+        "cause": "exception: OSError",
+        "stop_failure": "exception of rank 0: OSError: no space left",
+    }
+    first = after(79, 79, step=60, **failed)
+    rested = after(79, 79, asked=True, step=5000, history=first.history)
+    again = after(79, 79, step=5000, history=rested.history, **failed)
+    assert again.failed_at_stop

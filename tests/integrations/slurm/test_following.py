@@ -796,7 +796,7 @@ def test_history_survives_and_a_torn_one_is_none(tmp_path: Path) -> None:
     assert recall(tmp_path) == History()
 
 
-def report(folder: Path, cycle: int, kind: str, message: str, *steps: int | None, action: str = "restart") -> None:
+def report(folder: Path, cycle: int, kind: str, message: str, *steps: int | None, action: str = "stop") -> None:
     culprit = {"kind": kind, "message": message, "rank": 0}
     (folder / "cycles").mkdir(exist_ok=True)
     told = {"cycle": cycle, "culprit": culprit, "action": action, "ranks": [{"step": step} for step in steps]}
@@ -814,6 +814,13 @@ def test_cause_is_the_newest_and_the_step_the_highest(tmp_path: Path) -> None:
 def test_lost_node_is_no_failure_that_repeats_itself(tmp_path: Path) -> None:
     report(tmp_path, 0, "node", "the launcher on n2 has been silent for 60 s", 5)
     assert last_failure(tmp_path) == (5, "")
+
+
+@pytest.mark.parametrize("action", ["restart", "wait"])
+def test_failure_that_was_survived_did_not_end_the_start(tmp_path: Path, action: str) -> None:
+    report(tmp_path, 0, "exit", "x", 5)
+    report(tmp_path, 1, "exit", "x", 9, action=action)
+    assert last_failure(tmp_path) == (9, "")
 
 
 def test_failure_at_the_stop_is_told_apart_from_those_before_it(tmp_path: Path) -> None:
