@@ -206,6 +206,9 @@ def remedy(kind: str, culprit: Mapping[str, Any], hang: Mapping[str, Any] | None
         "The script can't take these arguments: the last lines of its log say which.": "refused its arguments"
         in message,
         "Nothing of the script has run: look at its name, its folder and its syntax.": not culprit.get("began", True),
+        "The ranks' Python has no such module: install it in their environment, or look at PYTHONPATH.": message.startswith(
+            "ModuleNotFoundError"
+        ),
         "The script ended itself: look at its call of sys.exit, and at its output before.": "(sys.exit" in message,
         "Nothing, if whoever ended that launcher meant it; a new one on that node may join again.": kind == "node"
         and "left the job" in message,

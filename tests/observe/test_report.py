@@ -19,6 +19,7 @@ from resilience.observe.report import (
     put_late_leaver,
     ranks_in_words,
     read_all,
+    remedy,
     speaker,
     write,
 )
@@ -301,3 +302,14 @@ def test_all_failures_of_a_cycle_that_outlived_some_are_printed_in_their_order(
     said = capsys.readouterr().out
     assert [line.split()[2] for line in said.splitlines() if line.startswith("culprit")] == ["3", "1", "2"]
     assert said.endswith("1 cycle failed\n")
+
+
+def test_missing_module_is_to_be_installed_where_the_ranks_find_it() -> None:
+    culprit = {
+        "exit_code": 1,
+        "message": "ModuleNotFoundError: No module named 'lightning'",
+        "log": ["x"],
+        "sections": [],
+    }
+    assert "install it in their environment" in remedy("exception", culprit)
+    assert "innermost frame" in remedy("exception", {**culprit, "message": "ValueError: x"})
