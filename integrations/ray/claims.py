@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from resilience.integrations.ray import layout
@@ -78,6 +78,12 @@ def _without_the_stale(rules: Rules, state: State, seen: Seen, now: float) -> St
         if taken or (not slot.pinned and free.get(_rack(rules, state, slot))):
             state = state.with_slot(slot.vacated())
     return state
+
+
+def made(state: State, claims: Collection[int], now: float) -> State:
+    """Note when Ray was asked for claims: what a supervisor takes for many of them does not count as Ray's silence."""
+    slots = (dataclasses.replace(it, claimed_at=now) if it.claim in claims else it for it in state.slots)
+    return dataclasses.replace(state, slots=tuple(slots))
 
 
 def lose(rules: Rules, state: State, rank: int, now: float, why: str) -> State:

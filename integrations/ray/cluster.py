@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import ray
@@ -187,15 +187,17 @@ class Hands:
 
     # -- hands
 
-    def make_so(self, state: State) -> bool:
-        """Have everything as the state says; return whether nothing was left to remove."""
+    def make_so(self, state: State, sign: Callable[[], None]) -> tuple[bool, set[int]]:
+        """Have everything as the state says; return whether nothing was left to remove, and the claims that were made. It may take
+        minutes for many nodes: ``sign`` is called in between."""
         wanted = {slot.claim: slot for slot in state.slots if slot.claim}
         groups = self._groups()
-        clean = self._remove_what_is_not_wanted(groups, wanted, 0 if state.phase.over else state.round)
+        clean = self._remove_what_is_not_wanted(groups, wanted, 0 if state.phase.over else state.round, sign)
         label = self._spec.groups.label if self._spec.groups is not None else None
         avoid = claims.to_avoid(state, self._nodes, label)
         new = {claim: slot for claim, slot in wanted.items() if claim not in self._actors}
         for claim, slot in new.items():
+            sign()
             rack = state.racks[slot.group] if label is not None else ""
             selector = layout.selector(self._spec.labels, label, rack, slot.pinned, avoid)
             self._actors[claim] = self._claimed(self._name(claim), groups, selector)
@@ -203,17 +205,21 @@ class Hands:
             self._have_store(state)
         for claim, slot in wanted.items():
             self._order(state, claim, slot)
-        return clean
+        return clean, {claim for claim in new if self._name(claim) not in groups}
 
-    def _remove_what_is_not_wanted(self, groups: Mapping[str, Any], wanted: dict[int, Slot], round_: int) -> bool:
+    def _remove_what_is_not_wanted(
+        self, groups: Mapping[str, Any], wanted: dict[int, Slot], round_: int, sign: Callable[[], None]
+    ) -> bool:
         keep = {self._name(claim) for claim in wanted} | ({self._name(f"store-{round_}")} if round_ else set())
         unwanted = [it for name, it in groups.items() if name not in keep]
         named = [it["name"] for it in list_named_actors(all_namespaces=True) if it["namespace"] == memory.NAMESPACE]
         actors = [name for name in named if is_claim_of(self._spec.name, name) and name not in keep]
         for name in actors:
+            sign()
             with contextlib.suppress(ValueError, RayError):
                 ray.kill(ray.get_actor(name, namespace=memory.NAMESPACE), no_restart=True)
         for it in unwanted:
+            sign()
             remove_placement_group(_group(it["id"]))
         for claim in [claim for claim in self._actors if claim not in wanted]:
             for table in (self._actors, self._reports, self._delivered):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from resilience.integrations.ray.claims import PINNED_S
+from resilience.integrations.ray.claims import PINNED_S, made
 from resilience.integrations.ray.layout import Node
 from resilience.integrations.ray.plan import HEALTHY_S, Rules, Seen, decide
 from resilience.integrations.ray.state import KEPT_LINES, Phase, State, news, noted, recalled
@@ -227,6 +227,20 @@ def test_waiting_for_twice_as_many_nodes_is_twice_the_work_and_twice_the_state(l
     assert few[0] > 0
     assert many[0] < 3 * few[0]
     assert many[1] < 3 * few[1]
+
+
+def test_claims_that_a_slow_supervisor_took_long_to_make_do_not_count_as_refused() -> None:
+    it = world("aaa", 3, None)
+    it.slow = {"n2a"}
+    it.tick()
+    claims = set(it.claims)
+    it.now += 3 * PINNED_S
+    it.state = made(it.state, claims, it.now)
+    it.run(PINNED_S - 1)
+    assert set(it.claims) == claims
+    it.slow = set()
+    assert it.run(2).phase is Phase.RUNNING
+    assert set(it.claims) == claims
 
 
 def test_job_that_waits_for_nodes_lets_others_have_them_now_and_then() -> None:
