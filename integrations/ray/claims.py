@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import zlib
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from resilience.integrations.ray import layout
@@ -32,7 +33,8 @@ _ANY = ("",)  # the rack of a job without groups, and of one that waits for node
 
 def settle(rules: Rules, state: State, seen: Seen, now: float) -> State:
     """Take note of where claims stand now, and of nodes that are gone."""
-    alive, leaving = {node.id for node in seen.nodes}, {node.id for node in seen.nodes if node.leaving}
+    alive, leaving = {node.id: node for node in seen.nodes}, {node.id for node in seen.nodes if node.leaving}
+    labelled = _labelled(seen.nodes, rules.label)
     for rank in range(len(state.slots)):
         slot = state.slots[rank]
         if not slot.claim:
@@ -51,28 +53,36 @@ def settle(rules: Rules, state: State, seen: Seen, now: float) -> State:
         elif known is not None and known.node and not slot.node:
             taken = {other.node for other in state.slots if other.node}
             barred = {*taken, *leaving, *state.excluded, *state.avoided}
-            if known.node in barred or known.node not in _labelled(rules, seen):
+            if known.node in barred or known.node not in labelled:
                 state = state.with_slot(slot.vacated())
             else:
-                host = next((node.address for node in seen.nodes if node.id == known.node), "")
-                state = state.with_slot(dataclasses.replace(slot, node=known.node, host=host))
+                state = state.with_slot(dataclasses.replace(slot, node=known.node, host=alive[known.node].address))
                 groups = escalation.placed(state.groups, str(slot.group), _member(rank))
                 state = dataclasses.replace(state, groups=groups)
-        elif not slot.node and now - slot.claimed_at > PINNED_S and _stale(rules, state, seen, slot):
+    return _without_the_stale(rules, state, seen, now)
+
+
+def _labelled(nodes: Sequence[layout.Node], label: str | None) -> set[str]:
+    """Return the live nodes that a claim may stand on."""
+    return {node.id for node in nodes if label is None or node.labels.get(label)}
+
+
+def _without_the_stale(rules: Rules, state: State, seen: Seen, now: float) -> State:
+    """Give up the claims, not placed by Ray for a while, that are made anew: their node was taken, or one is free that they may not
+    have."""
+    late = [slot for slot in state.slots if slot.claim and not slot.node and now - slot.claimed_at > PINNED_S]
+    free = _free(rules, state, seen) if late else {}
+    for slot in late:
+        taken = slot.pinned and state.phase is Phase.RUNNING  # while nodes are gathered all are given back
+        if taken or (not slot.pinned and free.get(_rack(rules, state, slot))):
             state = state.with_slot(slot.vacated())
     return state
 
 
-def _labelled(rules: Rules, seen: Seen) -> set[str]:
-    """Return the live nodes that a claim may stand on."""
-    return {node.id for node in seen.nodes if rules.label is None or node.labels.get(rules.label)}
-
-
-def _stale(rules: Rules, state: State, seen: Seen, slot: Slot) -> bool:
-    """Return whether a claim that Ray has not placed is made anew: its node was taken, or one that it may not have is free."""
-    if slot.pinned:
-        return state.phase is Phase.RUNNING  # while nodes are gathered all are given back
-    return bool(_free(rules, state, seen, slot))
+def made(state: State, claims: Collection[int], now: float) -> State:
+    """Note when Ray was asked for claims: what a supervisor takes for many of them does not count as Ray's silence."""
+    slots = (dataclasses.replace(it, claimed_at=now) if it.claim in claims else it for it in state.slots)
+    return dataclasses.replace(state, slots=tuple(slots))
 
 
 def lose(rules: Rules, state: State, rank: int, now: float, why: str) -> State:
@@ -200,17 +210,15 @@ def _seated(rules: Rules, state: State, seen: Seen, now: float) -> State | None:
 
 def claim_missing(rules: Rules, state: State, seen: Seen, now: float) -> State:
     """Make a claim for every slot that has none: of a node that is known to be free, or of any that may come."""
-    for slot in state.slots:
-        if slot.claim or slot.finished or now < slot.not_before:
-            continue
-        free = _free(rules, state, seen, slot)
-        unfit = {node.id for node in seen.nodes if node.leaving or node.id not in _labelled(rules, seen)}
-        avoid = () if free else tuple(sorted((_not_to_have(state) | unfit) & {node.id for node in seen.nodes}))
+    lacking = [slot for slot in state.slots if not (slot.claim or slot.finished or now < slot.not_before)]
+    free = {rack: iter(nodes) for rack, nodes in _free(rules, state, seen).items()} if lacking else {}
+    for slot in lacking:
+        node = next(free.get(_rack(rules, state, slot), iter(())), None)
         claimed = dataclasses.replace(
-            slot, claim=state.claims + 1, claimed_at=now, avoid=avoid, pinned=free[0].id if free else ""
+            slot, claim=state.claims + 1, claimed_at=now, pinned=node.id if node is not None else ""
         )
         state = dataclasses.replace(state.with_slot(claimed), claims=claimed.claim)
-        if not free:
+        if node is None:
             rack = state.racks[slot.group]
             where = f" of {rules.label}={rack}" if rack else f" with a label {rules.label!r}" if rules.label else ""
             state = noted(state, now, f"node {slot.rank} waits: no other node{where} has room")
@@ -223,10 +231,23 @@ def _not_to_have(state: State) -> set[str]:
     return {*state.excluded, *state.avoided, *others}
 
 
-def _free(rules: Rules, state: State, seen: Seen, slot: Slot) -> list[layout.Node]:
-    """Return the nodes that a slot could have now."""
-    rack = state.racks[slot.group] if rules.label is not None else None
-    return layout.usable(seen.nodes, rules.labels, _not_to_have(state), rules.label, rack)
+def to_avoid(state: State, nodes: Sequence[layout.Node], label: str | None) -> set[str]:
+    """Return the live nodes that no claim may get which names none."""
+    labelled = _labelled(nodes, label)
+    unfit = {node.id for node in nodes if node.leaving or node.id not in labelled}
+    return (_not_to_have(state) | unfit) & {node.id for node in nodes}
+
+
+def _free(rules: Rules, state: State, seen: Seen) -> Mapping[str | None, Sequence[layout.Node]]:
+    """Return the nodes that a slot could have now, by rack; those of a job without groups have none."""
+    free: dict[str | None, list[layout.Node]] = {}
+    for node in layout.usable(seen.nodes, rules.labels, _not_to_have(state), None):
+        free.setdefault(node.labels.get(rules.label) if rules.label is not None else None, []).append(node)
+    return free
+
+
+def _rack(rules: Rules, state: State, slot: Slot) -> str | None:
+    return state.racks[slot.group] if rules.label is not None else None
 
 
 def move_groups(rules: Rules, state: State, seen: Seen, now: float) -> State:

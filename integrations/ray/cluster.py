@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import ray
@@ -17,7 +18,7 @@ from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTa
 from ray.util import list_named_actors
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
-from resilience.integrations.ray import layout, memory, options
+from resilience.integrations.ray import claims, layout, memory, options
 from resilience.integrations.ray.layout import Node
 from resilience.integrations.ray.names import claim_name, is_claim_of
 from resilience.integrations.ray.node import NodeAgent
@@ -87,14 +88,14 @@ class Hands:
         self._give_up_the_silent()
         groups = self._groups()
         placed = {name: it for name, it in groups.items() if it["state"] == "CREATED"}
-        claims = {}
+        known = {}
         for slot in state.slots:
             if not slot.claim:
                 continue
             said = self._reports.get(slot.claim, {})
             bare = _NO_GROUP if slot.node and self._name(slot.claim) not in groups else ""
             group = placed.get(self._name(slot.claim))
-            claims[slot.claim] = ClaimSeen(
+            known[slot.claim] = ClaimSeen(
                 str(next(iter(group["bundles_to_node_id"].values()))) if group else "",
                 str(said.get("life", "")),
                 int(said.get("launch", 0)),
@@ -106,7 +107,7 @@ class Hands:
         endpoint = str(self._store_said["endpoint"]) if here and self._store_said is not None else ""
         stop = memory.stop_asked(self._spec.name, self._submission.token)
         lost = here and self._store_lost
-        return Seen(self._nodes, claims, endpoint, lost, stop, self._driver_is_gone(), self._grace_s)
+        return Seen(self._nodes, known, endpoint, lost, stop, self._driver_is_gone(), self._grace_s)
 
     def wait(self, seconds: float) -> None:
         """Wait until an actor says something new, at most so long."""
@@ -186,46 +187,53 @@ class Hands:
 
     # -- hands
 
-    def make_so(self, state: State) -> bool:
-        """Have everything as the state says; return whether nothing was left to remove."""
+    def make_so(self, state: State, sign: Callable[[], None]) -> tuple[bool, set[int]]:
+        """Have everything as the state says; return whether nothing was left to remove, and the claims that were made. It may take
+        minutes for many nodes: ``sign`` is called in between."""
         wanted = {slot.claim: slot for slot in state.slots if slot.claim}
-        clean = self._remove_what_is_not_wanted(wanted, 0 if state.phase.over else state.round)
-        for claim, slot in wanted.items():
-            if claim not in self._actors:
-                self._actors[claim] = self._claimed(claim, slot, state)
+        groups = self._groups()
+        clean = self._remove_what_is_not_wanted(groups, wanted, 0 if state.phase.over else state.round, sign)
+        label = self._spec.groups.label if self._spec.groups is not None else None
+        avoid = claims.to_avoid(state, self._nodes, label)
+        new = {claim: slot for claim, slot in wanted.items() if claim not in self._actors}
+        for claim, slot in new.items():
+            sign()
+            rack = state.racks[slot.group] if label is not None else ""
+            selector = layout.selector(self._spec.labels, label, rack, slot.pinned, avoid)
+            self._actors[claim] = self._claimed(self._name(claim), groups, selector)
         if state.round and not state.phase.over:
             self._have_store(state)
         for claim, slot in wanted.items():
             self._order(state, claim, slot)
-        return clean
+        return clean, {claim for claim in new if self._name(claim) not in groups}
 
-    def _remove_what_is_not_wanted(self, wanted: dict[int, Slot], round_: int) -> bool:
+    def _remove_what_is_not_wanted(
+        self, groups: Mapping[str, Any], wanted: dict[int, Slot], round_: int, sign: Callable[[], None]
+    ) -> bool:
         keep = {self._name(claim) for claim in wanted} | ({self._name(f"store-{round_}")} if round_ else set())
-        groups = {name: it for name, it in self._groups().items() if name not in keep}
+        unwanted = [it for name, it in groups.items() if name not in keep]
         named = [it["name"] for it in list_named_actors(all_namespaces=True) if it["namespace"] == memory.NAMESPACE]
         actors = [name for name in named if is_claim_of(self._spec.name, name) and name not in keep]
         for name in actors:
+            sign()
             with contextlib.suppress(ValueError, RayError):
                 ray.kill(ray.get_actor(name, namespace=memory.NAMESPACE), no_restart=True)
-        for it in groups.values():
+        for it in unwanted:
+            sign()
             remove_placement_group(_group(it["id"]))
         for claim in [claim for claim in self._actors if claim not in wanted]:
             for table in (self._actors, self._reports, self._delivered):
                 table.pop(claim, None)
-        return not groups and not actors
+        return not unwanted and not actors
 
-    def _claimed(self, claim: int, slot: Slot, state: State) -> Any:
+    def _claimed(self, name: str, groups: Mapping[str, Any], selector: dict[str, str]) -> Any:
         """Return the actor of a claim, and have it and its placement group made where they are not there yet."""
-        name, bundle = self._name(claim), dict(self._spec.bundle)
+        bundle = dict(self._spec.bundle)
         with contextlib.suppress(ValueError):
             return ray.get_actor(name, namespace=memory.NAMESPACE)
-        there = self._groups().get(name)
-        if there is not None:
-            group = _group(there["id"])
+        if name in groups:
+            group = _group(groups[name]["id"])
         else:
-            label = self._spec.groups.label if self._spec.groups is not None else None
-            rack = state.racks[slot.group] if label is not None else ""
-            selector = layout.selector(self._spec.labels, label, rack, slot.pinned, slot.avoid)
             selectors = [selector] if selector else None
             group = placement_group([bundle], name=name, lifetime="detached", bundle_label_selector=selectors)
         return (

@@ -36,9 +36,7 @@ class Seat:
     node: str
 
 
-def usable(
-    nodes: Sequence[Node], wanted: Mapping[str, str], avoid: Collection[str], label: str | None, rack: str | None = None
-) -> list[Node]:
+def usable(nodes: Sequence[Node], wanted: Mapping[str, str], avoid: Collection[str], label: str | None) -> list[Node]:
     """Return the nodes that a launcher could be put on, in a fixed order; with a ``label``, only those that have it."""
     return sorted(
         (
@@ -48,7 +46,7 @@ def usable(
             and not node.leaving
             and node.id not in avoid
             and all(node.labels.get(key) == value for key, value in wanted.items())
-            and (label is None or (node.labels.get(label) if rack is None else node.labels.get(label) == rack))
+            and (label is None or node.labels.get(label))
         ),
         key=lambda node: node.id,
     )

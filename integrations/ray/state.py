@@ -46,7 +46,6 @@ class Slot:
     group: int = 0
     claim: int = 0
     pinned: str = ""
-    avoid: tuple[str, ...] = ()
     claimed_at: float = 0.0
     node: str = ""
     host: str = ""
@@ -134,7 +133,7 @@ class State:
     def from_text(cls, text: str) -> State:
         """Read what :meth:`as_text` wrote."""
         data = json.loads(text)
-        slots = tuple(Slot(**{**one, "avoid": tuple(one["avoid"])}) for one in data.pop("slots"))
+        slots = tuple(Slot(**one) for one in data.pop("slots"))
         phase, outcome = Phase(data.pop("phase")), data.pop("outcome")
         groups = escalation.State.from_text(data.pop("groups"))
         names = ("racks", "lines", "struck", "cut", "unfit", "unchecked")

@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import ray
-from resilience.integrations.ray import grace, memory
+from resilience.integrations.ray import claims, grace, memory
 from resilience.integrations.ray.cluster import Hands
 from resilience.integrations.ray.plan import Rules, decide
 from resilience.integrations.ray.silence import SIGN_EVERY_S
@@ -151,7 +151,11 @@ class Supervisor:
             for line in news(state.lines, after.lines):
                 sys.stdout.write(f"resilience [job {self._name}] {line.partition(' ')[2]}\n")
             sys.stdout.flush()
-        clean = self._hands.make_so(after)
+        clean, made = self._hands.make_so(after, self._sign)
+        if made:
+            self._heed_the_newest()  # that may have taken long
+            after = claims.made(after, made, time.time())
+            memory.save(self._name, after)
         return after, after.phase.over and clean
 
 

@@ -68,7 +68,7 @@ def test_full_leaving_broken_and_unlabelled_nodes_are_not_usable() -> None:
     ]
     assert [node.id for node in usable(nodes, {}, {"broken"}, LABEL)] == ["fit", "other"]
     assert [node.id for node in usable(nodes, {}, {"broken"}, None)] == ["bare", "fit", "other"]
-    assert [node.id for node in usable(nodes, {"gpu": "h100"}, (), LABEL, "b")] == ["other"]
+    assert [node.id for node in usable(nodes, {"gpu": "h100"}, {"fit"}, LABEL)] == ["other"]
 
 
 def test_group_moves_to_the_rack_with_the_most_room_that_has_none_of_the_job() -> None:

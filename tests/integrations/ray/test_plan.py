@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from resilience.integrations.ray.plan import HEALTHY_S
+from resilience.integrations.ray.claims import PINNED_S, made
+from resilience.integrations.ray.layout import Node
+from resilience.integrations.ray.plan import HEALTHY_S, Rules, Seen, decide
 from resilience.integrations.ray.state import KEPT_LINES, Phase, State, news, noted, recalled
 
-from tests.integrations.ray.world import running, world
+from tests.integrations.ray.world import LABEL, running, world
 
 
 def test_nothing_starts_before_all_nodes_have_room() -> None:
@@ -230,6 +232,50 @@ def test_actor_that_is_gone_after_its_launcher_had_finished_is_no_failure() -> N
     assert (it.state.phase, it.state.failures) == (Phase.RUNNING, 0)
     it.end(0, 1)
     assert it.run(1).phase is Phase.SUCCEEDED
+
+
+class CountedLabels(dict[str, str]):
+    """Labels of nodes that count how often they are read."""
+
+    reads = 0
+
+    def get(self, *args: object) -> str | None:  # type: ignore[override]
+        CountedLabels.reads += 1
+        return super().get(*args)  # type: ignore[call-overload]
+
+
+def waits_for_half(nodes: int, label: str | None) -> tuple[int, int]:
+    """Return how often labels are read, and how long the state is, where half of the nodes are there: at first, and when claims
+    that Ray has not placed are looked at again."""
+    there = tuple(Node(f"{i:056x}", "", CountedLabels({"kind": "x", LABEL: "ab"[i % 2]})) for i in range(nodes // 2))
+    rules = Rules("job", nodes, nodes, {"kind": "x"}, label)
+    CountedLabels.reads = 0
+    first = decide(rules, State(), Seen(there), 1000.0)
+    assert sum(bool(slot.claim) for slot in first.slots) == nodes
+    then = decide(rules, first, Seen(there), 1001.0 + PINNED_S)
+    return CountedLabels.reads, len(first.as_text()) + len(then.as_text())
+
+
+@pytest.mark.parametrize("label", [None, LABEL])
+def test_waiting_for_twice_as_many_nodes_is_twice_the_work_and_twice_the_state(label: str | None) -> None:
+    few, many = waits_for_half(200, label), waits_for_half(400, label)
+    assert few[0] > 0
+    assert many[0] < 3 * few[0]
+    assert many[1] < 3 * few[1]
+
+
+def test_claims_that_a_slow_supervisor_took_long_to_make_do_not_count_as_refused() -> None:
+    it = world("aaa", 3, None)
+    it.slow = {"n2a"}
+    it.tick()
+    claims = set(it.claims)
+    it.now += 3 * PINNED_S
+    it.state = made(it.state, claims, it.now)
+    it.run(PINNED_S - 1)
+    assert set(it.claims) == claims
+    it.slow = set()
+    assert it.run(2).phase is Phase.RUNNING
+    assert set(it.claims) == claims
 
 
 def test_job_that_waits_for_nodes_lets_others_have_them_now_and_then() -> None:

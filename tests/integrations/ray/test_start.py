@@ -42,7 +42,7 @@ def test_status_says_which_actor_is_awaited_and_later_why_another_node_is() -> N
     it.run(START_S)
     assert it.state.reason.startswith("it waits for another node in the place of node 1; 1 of 2 are there")
     assert it.state.reason.endswith("; avoided for actors that did not come up: 1 node")
-    assert it.state.slots[1].avoid == ("n0a", "n1a"), "Ray, and an autoscaler, look for another one"
+    assert it.avoids[it.state.slots[1].claim] == {"n0a", "n1a"}, "Ray, and an autoscaler, look for another one"
     it.nodes["late"] = "a"
     it.run(5)
     assert (it.running(), it.state.reason) == ([True, True], "")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass, field, replace
 
+from resilience.integrations.ray.claims import to_avoid
 from resilience.integrations.ray.layout import Node
 from resilience.integrations.ray.plan import ClaimSeen, Rules, Seen, decide
 from resilience.integrations.ray.state import Phase, Slot, State
@@ -15,7 +16,8 @@ LABEL = "RACK_ID"
 @dataclass
 class World:
     """``nodes``: rack by node, empty without a label; each has room for one launcher. ``slow``: those that others have taken.
-    ``stuck``: those whose workers hang when they start. ``deaf``: those whose actors answer, and start no launcher."""
+    ``stuck``: those whose workers hang when they start. ``deaf``: those whose actors answer, and start no launcher.
+    ``avoids``: the nodes that a claim may not get, as it was told when it was made."""
 
     rules: Rules
     nodes: dict[str, str]
@@ -30,6 +32,7 @@ class World:
     driver_gone: bool = False
     grace_s: float = 0.0
     claims: dict[int, ClaimSeen] = field(default_factory=dict)
+    avoids: dict[int, set[str]] = field(default_factory=dict)
     asked_to_stop: set[int] = field(default_factory=set)  # launches
     _lives: itertools.count[int] = field(default_factory=itertools.count)
     _lost_round: int = -1
@@ -100,6 +103,9 @@ class World:
 
     def _act(self) -> None:
         wanted = {slot.claim: slot for slot in self.state.slots if slot.claim}
+        if wanted.keys() - self.avoids.keys():
+            avoid = to_avoid(self.state, [self._node(name) for name in self.nodes], self.rules.label)
+            self.avoids = {claim: self.avoids.get(claim, avoid) for claim in wanted}
         self.claims = {claim: seen for claim, seen in self.claims.items() if claim in wanted}
         for claim, slot in wanted.items():
             seen = self.claims.get(claim, ClaimSeen())
@@ -119,7 +125,7 @@ class World:
             for name, its in sorted(self.nodes.items())
             if name not in used and name not in self.slow and (not rack or its == rack)
         ]
-        fits = [name for name in fits if (name == slot.pinned if slot.pinned else name not in slot.avoid)]
+        fits = [name for name in fits if (name == slot.pinned if slot.pinned else name not in self.avoids[slot.claim])]
         if not fits:
             return ClaimSeen()
         return ClaimSeen(fits[0], "" if fits[0] in self.stuck else f"life-{next(self._lives)}")
