@@ -73,7 +73,7 @@ def from_file(path: str) -> dict[str, Any]:
     data = b""
     try:
         data = Path(path).read_bytes()
-        found = yaml.load(data.decode("utf-8"), _Loader)
+        found = _Loader(data.decode("utf-8")).get_single_data()  # what yaml.safe_load does: plain data only
     except RecursionError as error:
         raise ValuesError(f"the values file {path} can't be read: its lists or keys are nested too deeply.") from error
     except OSError as error:
