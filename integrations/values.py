@@ -15,12 +15,15 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
+from yaml.reader import ReaderError
 
 from resilience.errors import ConfigError, nearest
 
 _Values = TypeVar("_Values")
 # What PyYAML raises for what looks like a date or a number, and is none: 2024-02-30, 0b_, !!int "". ValueError: encodings too.
-_NO_VALUE = (ValueError, IndexError, KeyError, AttributeError)
+# ValueError and OverflowError: a character beyond the last one.
+_NO_VALUE = (ValueError, OverflowError, IndexError, KeyError, AttributeError)
+_SHOWN = 60
 _MOST_BITS = 1000  # of a number: Python refuses to print one that is much longer
 
 
@@ -67,21 +70,53 @@ def from_mapping(kind: type[_Values], given: Mapping[str, Any], source: str = "v
 
 def from_file(path: str) -> dict[str, Any]:
     """Return what a values file says, unchecked but for its form."""
+    data = b""
     try:
-        found = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        data = Path(path).read_bytes()
+        found = _Loader(data.decode("utf-8")).get_single_data()  # what yaml.safe_load does: plain data only
     except RecursionError as error:
         raise ValuesError(f"the values file {path} can't be read: its lists or keys are nested too deeply.") from error
     except OSError as error:
         raise ValuesError(f"the values file {path} can't be read: {error.strerror}.") from error
     except (yaml.YAMLError, *_NO_VALUE) as error:
-        raise ValuesError(
-            f"the values file {path} can't be read: {error}. A text that is no date or number: quote it."
-        ) from error
+        raise ValuesError(f"the values file {path} can't be read: {_what_yaml_says(error, data)}") from error
     if found is None:
         return {}
     if not isinstance(found, dict):
         raise ValuesError(f"the values file {path} must hold keys and values, not {type(found).__name__}.")
     return found
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML's safe one, which says where a value is that looks like a date or a number, and is none."""
+
+    def construct_object(self, node: Any, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except _NO_VALUE as error:
+            kind = node.tag.rpartition(":")[2]
+            raise _NoValueError(None, None, f"{str(node.value)[:_SHOWN]!r} is no {kind}", node.start_mark) from error
+
+
+class _NoValueError(yaml.MarkedYAMLError):
+    """A word that YAML takes for a date or a number, and is none."""
+
+
+def _what_yaml_says(error: Exception, data: bytes) -> str:
+    """Return in one line what is wrong in a file, on which line, and what to do where that is known."""
+    if isinstance(error, UnicodeDecodeError):
+        lines = data[: error.start].count(b"\n")
+        return f"on line {lines + 1}: it is not written as UTF-8."
+    if isinstance(error, ReaderError):
+        lines = data.decode("utf-8").count("\n", 0, error.position)
+        return f"on line {lines + 1}: the character {chr(error.character)!r} can't be in it."
+    if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
+        return f"{' '.join(str(error).split())}."
+    begun = f", {error.context}" if error.context else ""
+    if begun and error.context_mark is not None and error.context_mark.line != error.problem_mark.line:
+        begun += f" that begins on line {error.context_mark.line + 1}"
+    quote = " A text that is no date or number: quote it." if isinstance(error, _NoValueError) else ""
+    return f"on line {error.problem_mark.line + 1}{begun}: {error.problem}.{quote}"
 
 
 def as_file(kind: Any) -> str:

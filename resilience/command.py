@@ -24,8 +24,8 @@ class Parser(argparse.ArgumentParser):
         """Say it, and what was meant; end with 2."""
         unknown = [word for word in message.partition("unrecognized arguments:")[2].split() if word.startswith("-")]
         if unknown:
-            # Without their dashes, which all flags share: '--lr' is not nearly '--port'.
-            known = {flag.lstrip("-"): flag for flag in _flags(self)}
+            # Without the dashes before them, which all flags share: '--lr' is not nearly '--port'.
+            known = [flag.lstrip("-") for flag in _flags(self) if "_" not in flag]
             word = unknown[0].partition("=")[0].lstrip("-")
             message += "." + nearest(word, known).replace("'", "'--", 1) + _behind_dashes(self)
         elif found := _NO_CHOICE.search(message):

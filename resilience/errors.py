@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from types import ModuleType
 
 
 class ResilienceError(Exception):
@@ -76,6 +77,11 @@ def double_colon(word: str) -> str:
     module, _, name = word.partition(":")
     is_class = name[:1].isupper() and all(part.isidentifier() for part in (*module.split("."), name))
     return f" Did you mean '{module}::{name}'?" if is_class else ""
+
+
+def nearest_class(name: str, module: ModuleType) -> str:
+    """Return ``" Did you mean 'Drain'?"`` for the class of a module that is nearest to ``name``, or an empty string."""
+    return nearest(name, [known for known, found in vars(module).items() if isinstance(found, type)])
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

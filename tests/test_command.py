@@ -47,6 +47,13 @@ def test_misspelt_flag_is_refused_and_the_nearest_named(
     assert f"Did you mean '{meant}'?" in said(capsys, words)
 
 
+@pytest.mark.parametrize("words", ["config --ft-nosuch=1", "config --ft-networkcheck=1", "run --nproc_pr_node=1 x.py"])
+def test_flag_is_suggested_with_dashes(capsys: pytest.CaptureFixture[str], words: str) -> None:
+    hint = said(capsys, words).splitlines()[-1].partition("Did you mean ")[2]
+    assert hint
+    assert "_" not in hint
+
+
 @pytest.mark.parametrize(
     "words", ["kubernetes job render --name=a train.py --lr 0.1", "slurm render train.py --lr 0.1"]
 )

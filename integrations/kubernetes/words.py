@@ -34,6 +34,15 @@ def namespace(text: str) -> str:
     return text
 
 
+def image(text: str) -> str:
+    """Return the name of a container image."""
+    if not text or any(letter.isspace() for letter in text):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} can't be an image: write it without spaces, as in registry/image:tag"
+        )
+    return text
+
+
 def label_key(text: str) -> str:
     """Return the key of a label."""
     if not re.fullmatch(_KEY, text) or len(text.rpartition("/")[2]) > _LONGEST_LABEL:

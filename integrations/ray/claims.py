@@ -112,7 +112,9 @@ def gather(rules: Rules, state: State, seen: Seen, now: float) -> State:
         return seated
     lacking = [slot for slot in state.slots if not slot.node]
     if not lacking and not anywhere:
-        return _started(state, now, f"{rules.nodes} nodes have room; the launchers start")
+        return _started(
+            state, now, f"{rules.nodes} {'node has' if rules.nodes == 1 else 'nodes have'} room; the launchers start"
+        )
     if rules.label is not None and not anywhere and not all(slot.claim for slot in state.slots):
         return dataclasses.replace(state, slots=(), racks=(), since=now)  # one was lost: other groups may fit better
     patience = PINNED_S if not anywhere and all(slot.pinned for slot in lacking) else HELD_S

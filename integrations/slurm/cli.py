@@ -123,7 +123,10 @@ def _job(variables: Mapping[str, str], needed: int) -> tuple[str, int, int]:
     """Return the job that we are in, how many nodes it has, and how often it was requeued; raise where it can't be followed."""
     job, nodes = variables.get("SLURM_JOB_ID", ""), variables.get("SLURM_JOB_NUM_NODES", "")
     if not (job.isdecimal() and nodes.isdecimal()):
-        raise ConfigError("this is no job of Slurm's (there is no SLURM_JOB_ID): it belongs into a batch script.")
+        raise ConfigError(
+            "this is no job of Slurm's (there is no SLURM_JOB_ID): it belongs in a batch script. Nothing was started. Submit the "
+            "script: `sbatch FILE`."
+        )
     array, restart = _array_and_restart(job, variables)
     if array:
         raise ConfigError(

@@ -26,7 +26,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from resilience import kin
-from resilience.errors import ConfigError, double_colon
+from resilience.errors import ConfigError, double_colon, nearest_class
 from resilience.failover.strategy import AgentFailureInfo, DynamicFailoverExtension, FailoverStrategy
 
 _LOG = logging.getLogger("resilience.launcher")
@@ -62,7 +62,7 @@ class Extension:
     def _refuse(self, why: str) -> NoReturn:
         self.close()
         file = " Give the module's name, not its file." if "/" in self.path or ".py::" in self.path else ""
-        raise ConfigError(f"dynamic_failover_extension={self.path!r}: {why.rstrip()}.{file} Nothing was started.")
+        raise ConfigError(f"dynamic_failover_extension={self.path!r}: {_sentence(why)}{file} Nothing was started.")
 
     def ask(self, info: AgentFailureInfo, give_up: Callable[[], bool] = lambda: False) -> FailoverStrategy:
         """Return what the extension wants; NORMAL, with a line in the log, when it does not answer well or in time, or when
@@ -73,7 +73,8 @@ class Extension:
                 self._start(self._timeout)
             return self._strategy(info)
         except _Wrong as wrong:
-            _LOG.error("the failover extension %s was no help: %s. The launcher's own rules decide.", self.path, wrong)
+            why = _sentence(str(wrong))
+            _LOG.error("the failover extension %s was no help: %s The launcher's own rules decide.", self.path, why)
             self.close()  # whatever state it is in; it is started afresh when it is needed again
             return FailoverStrategy.NORMAL_FAILOVER
 
@@ -157,6 +158,12 @@ class Extension:
         return None
 
 
+def _sentence(why: str) -> str:
+    """End what is wrong as a sentence, unless it ends as one."""
+    said = why.rstrip()
+    return said if said.endswith((".", "?")) else f"{said}."
+
+
 class _Wrong(Exception):  # noqa: N818 - reads as what it is
     """Something is wrong with the extension, in words."""
 
@@ -170,7 +177,7 @@ def load(path: str) -> DynamicFailoverExtension:
     module = _said(f"module {module_name!r} can't be imported", lambda: importlib.import_module(module_name))
     found = getattr(module, name, None)
     if not isinstance(found, type):
-        raise _Wrong(f"module {module_name!r} has no class {name!r}")
+        raise _Wrong(f"module {module_name!r} has no class {name!r}.{nearest_class(name, module)}")
     if not issubclass(found, DynamicFailoverExtension):
         raise _Wrong(f"{name} does not derive from resilience.failover.DynamicAgentFailoverExtension")
     if inspect.isabstract(found):

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from resilience import kin
-from resilience.errors import ConfigError, double_colon, nearest
+from resilience.errors import ConfigError, double_colon, nearest, nearest_class
 from resilience.failover.attempt import Attempt
 from resilience.failover.error_monitor import ErrorMonitor, NodeFault, from_message
 
@@ -60,8 +60,9 @@ class FileMonitor(ErrorMonitor):
         self.path = Path(path).expanduser()
         if not self.path.parent.is_dir():
             raise _no_such_file(path, f"there is no folder {self.path.parent}")
-        if self.path.is_dir() or not os.access(self.path if self.path.exists() else self.path.parent, os.W_OK):
-            raise _no_such_file(path, "Is a directory" if self.path.is_dir() else "it is not writable")
+        target = self.path if self.path.exists() else self.path.parent.absolute()
+        if self.path.is_dir() or not os.access(target, os.W_OK):
+            raise _no_such_file(path, "Is a directory" if self.path.is_dir() else f"{target} is not writable")
 
     def mark(self, fault: NodeFault) -> None:
         """Add a line, unless it is there, and see that it is on the disk."""
@@ -106,10 +107,13 @@ def load(spec: str) -> ErrorMonitor:
     module_name, separator, name = word.partition("::")
     if separator and module_name and name:
         try:
-            found = getattr(importlib.import_module(module_name), name)
+            module = importlib.import_module(module_name)
         except (ImportError, AttributeError, SyntaxError) as error:
             raise ConfigError(f"error_monitor={spec!r}: {error}. Nothing was started.") from error
-        return _made(found, spec)
+        if not hasattr(module, name):
+            why = f"module {module_name!r} has no attribute {name!r}.{nearest_class(name, module)}"
+            raise ConfigError(f"error_monitor={spec!r}: {why} Nothing was started.")
+        return _made(getattr(module, name), spec)
     points = {point.name: point for point in importlib.metadata.entry_points(group=GROUP)}
     if word not in points:
         close = double_colon(word) or nearest(word.partition(":")[0], [NONE, "file", *points])

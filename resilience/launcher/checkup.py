@@ -74,7 +74,7 @@ def _main(argv: list[str]) -> int:
     if sys.platform != "linux":
         raise UnsupportedPlatform(f"resilience nodecheck needs Linux; this is {sys.platform}.")
     parser = Parser(prog="resilience nodecheck", description="Check whether this node is fit to train.")
-    parser.add_argument("--nnodes", default="1", help="nodes that check each other: a number, or MIN:MAX (default: 1)")
+    parser.add_argument("--nnodes", help="nodes that check each other: a number, or MIN:MAX (default: 1)")
     parser.add_argument(
         "--rdzv-endpoint", "--rdzv_endpoint", default="", metavar="HOST:PORT", help="where the nodes meet"
     )
@@ -89,6 +89,7 @@ def _main(argv: list[str]) -> int:
     add_settings(parser, _SETTINGS)
     args = parser.parse_args(argv)
     settings = settings_from(args)
+    args.nnodes = _asked_nodes(args)
     if args.nproc_per_node < 1:
         raise ConfigError(f"--nproc-per-node={args.nproc_per_node}: it must be at least 1. Nothing was started.")
     lines.start(settings.launcher.log_level)
@@ -200,6 +201,16 @@ def _end(args: Any, settings: Settings, crew: Crew) -> None:
     sys.stderr.flush()
     crew.close(patience=0.0)
     os._exit(exits.CUT_OFF)
+
+
+def _asked_nodes(args: Any) -> str:
+    """Return how many nodes check each other; raise where that is not said, though they are to meet."""
+    if args.nnodes is None and args.rdzv_endpoint:
+        raise ConfigError(
+            f"--rdzv-endpoint={args.rdzv_endpoint} is where nodes meet, and --nnodes does not say how many: give --nnodes=N, the "
+            "same on all nodes, or leave --rdzv-endpoint out to check this node alone. Nothing was started."
+        )
+    return args.nnodes or "1"
 
 
 def _check_nodes(nnodes: str) -> None:

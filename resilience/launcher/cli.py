@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import logging
 import math
 import os
+import re
 import signal
 import sys
 import threading
 import time
 import uuid
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Container, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -126,9 +128,27 @@ def main(argv: list[str]) -> int:
     try:
         settings = settings_from(args)
         lines.start(settings.launcher.log_level)
+        if words := behind_the_script(args.training_script_args, parser._option_string_actions):
+            logging.getLogger("resilience.launcher").warning(
+                "behind %s stands %s: that goes to the script, as with torchrun. Flags of the launcher stand before the script.",
+                args.training_script,
+                ", ".join(words),
+            )
         return _run(args, settings)
     except ConfigError as error:
         return _refused(error, exits.USAGE)
+
+
+# Flags that mean a launcher wherever they stand. Scripts have others of ours as their own: --accelerator, --log-dir, --master-addr.
+_UNMISTAKABLE = re.compile(
+    "--(nnodes|nproc-per-node|max-restarts|network-check|exclude-straggler|dynamic-failover-extension|(rdzv|ft|fault-tol)-.+)"
+)
+
+
+def behind_the_script(words: Iterable[str], known: Container[str]) -> list[str]:
+    """Return which of the script's arguments are flags of the launcher; behind a ``--`` they are meant for the script."""
+    flags = ((word.partition("=")[0], word) for word in itertools.takewhile(lambda word: word != "--", words))
+    return [word for flag, word in flags if flag in known and _UNMISTAKABLE.fullmatch(flag.replace("_", "-"))]
 
 
 def _refused(error: ConfigError, code: int) -> int:

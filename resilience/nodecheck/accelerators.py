@@ -19,7 +19,7 @@ import importlib.metadata
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from resilience.errors import ConfigError, double_colon, nearest
+from resilience.errors import ConfigError, double_colon, nearest, nearest_class
 
 GROUP = "resilience.accelerators"
 AUTO = "auto"
@@ -199,7 +199,7 @@ def _from_module(word: str) -> Accelerator:
     except ModuleNotFoundError as error:
         raise ConfigError(f"accelerator={word!r}: {error}. Nothing was started.") from error
     if not hasattr(module, name):
-        close = nearest(name, [it for it in vars(module) if isinstance(vars(module)[it], type)])
+        close = nearest_class(name, module)
         raise ConfigError(f"accelerator={word!r}: module {module_name!r} has no {name!r}.{close} Nothing was started.")
     return _made(getattr(module, name), word)
 

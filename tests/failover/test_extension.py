@@ -317,7 +317,9 @@ def test_module_that_never_ends_its_import_is_refused(home: Path, monkeypatch: p
 @pytest.mark.parametrize("top", ["", "Mine = 5", "def Mine(): pass", "class Mines: pass"])
 def test_missing_class_is_refused_by_name(home: Path, top: str) -> None:
     write(home, top)
-    assert "has no class 'Mine'" in refused()
+    said = refused()
+    assert "has no class 'Mine'." in said
+    assert ("Did you mean 'Mines'? Nothing was started" in said) == ("Mines" in top)
 
 
 @pytest.mark.parametrize("base", ["", "(dict)", "(f.FailoverStrategy.__class__)"])

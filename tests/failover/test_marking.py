@@ -77,6 +77,16 @@ def test_file_without_a_path_is_asked_for_it(spec: str) -> None:
         load(spec)
 
 
+@pytest.mark.parametrize("is_there", [False, True])
+def test_place_that_is_not_writable_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_there: bool) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "access", lambda *words: False)  # nothing is refused to root
+    if is_there:
+        Path("faults").touch()
+    with pytest.raises(ConfigError, match=f"can't be written: {'faults' if is_there else tmp_path} is not writable"):
+        load("file:faults")
+
+
 @pytest.mark.parametrize("where", ["/proc/x/y", "{folder}/file/y", "{folder}", "{folder}/tpyo/y"])
 def test_file_that_can_not_be_is_refused_and_no_folder_made_for_it(tmp_path: Path, where: str) -> None:
     (tmp_path / "file").touch()
@@ -115,7 +125,8 @@ class Demanding(ErrorMonitor):
     [
         ("tests.failover.test_marking::Unfinished", "does not define mark"),
         ("tests.failover.test_marking::Demanding", "made without arguments: missing a required argument: 'url'"),
-        ("tests.failover.test_marking::Nobody", "Nobody"),
+        ("tests.failover.test_marking::Nobody", "has no attribute 'Nobody'"),
+        ("tests.failover.test_marking::Unfinsihed", "Did you mean 'Unfinished'\\? Nothing was started"),
         ("tests.failover.nowhere::Nobody", "No module named"),
         ("tests.failover.test_marking::NodeFault", "does not derive from"),
     ],

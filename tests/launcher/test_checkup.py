@@ -70,6 +70,7 @@ def test_node_that_goes_is_lost_to_all_others_and_those_that_stay_are_not() -> N
         ("--ft-straggler-factor=0.1", "greater than 1"),
         *((f"--nnodes={word}", "give a number from 1 on, or MIN:MAX") for word in ("0", "-1", "x", "3:2", ":", "1:x")),
         ("--nnodes=2 --rdzv-endpoint=127.0.0.1:99999", "port"),
+        ("--rdzv-endpoint=localhost:29477", "--nnodes=N, the same on all nodes"),
         *(
             (f"--nnodes=2 --rdzv-endpoint=127.0.0.1:1 --rdzv-conf={conf}", "rdzv-conf")
             for conf in ("join_timeout=abc", "join_timeout", "join_timeout=-5", "is_host=perhaps", "=3")

@@ -349,6 +349,42 @@ def test_script_arguments_are_the_scripts_even_if_they_begin_like_our_flags(tmp_
     assert json.loads(done.stdout.removeprefix("[c0 n0 r0] ")) == prefixes
 
 
+KNOWN = ("--nnodes", "--nproc-per-node", "--nproc_per_node", "--rdzv-id", "--ft-run-dir", "--log-dir", "--help", "-m")
+
+
+@pytest.mark.parametrize(
+    ("words", "ours"),
+    [
+        ("--lr 3 --nproc-per-node=2", "--nproc-per-node=2"),
+        ("--nproc_per_node 2 --ft-run-dir=x", "--nproc_per_node --ft-run-dir=x"),
+        ("--rdzv-id=1 data", "--rdzv-id=1"),
+        ("--nproc --rdzv-idea=3 --ft-unknown=2 nnodes", ""),
+        ("--log-dir=x --help -m", ""),
+        ("--lr 3 -- --nnodes=2", ""),
+        ("", ""),
+    ],
+)
+def test_flags_of_the_launcher_behind_the_script_are_seen_and_those_that_scripts_have_are_not(
+    words: str, ours: str
+) -> None:
+    from resilience.launcher.cli import behind_the_script
+
+    assert behind_the_script(words.split(), KNOWN) == ours.split()
+
+
+@pytest.mark.spawns
+def test_flag_of_the_launcher_behind_the_script_goes_to_it_with_one_line_that_says_so(tmp_path: Path) -> None:
+    script = tmp_path / "echo.py"
+    script.write_text("import json, sys\nprint(json.dumps(sys.argv[1:]))\n")
+    words = ["--nproc-per-node=2", "--max-restarts", "3"]
+    command = [sys.executable, "-m", "resilience.run", f"--ft-run-dir={tmp_path / 'run'}", str(script), *words]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.removeprefix("[c0 n0 r0] ")) == words, "one worker, and all is its own"
+    (told,) = [line for line in done.stderr.splitlines() if "warning" in line]
+    assert f"behind {script} stands --nproc-per-node=2, --max-restarts: that goes to the script" in told
+
+
 @pytest.mark.spawns
 def test_numbers_that_can_not_be_meant_start_nothing() -> None:
     words = ["--nnodes=2:1", "--nnodes=0", "--nnodes=some", "--nproc-per-node=0", "--max-restarts=-1"]

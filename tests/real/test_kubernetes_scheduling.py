@@ -153,6 +153,10 @@ def test_rendered_job_needs_no_editing_for_its_faulty_node_to_be_marked_and_its_
     wait_for(lambda: racks(cluster) == ["a", "a"], lambda: f"both pods to run\n{running.log()}", 60)
     wait_for(lambda: _known(cluster, 2), lambda: f"both to be known\n{running.log()}", 60)
     victim = next(iter(cluster.pods().values()))
+    (job,) = cluster.api.list_all(JOBS, cluster.name)[0]
+    env = {it["name"]: it.get("valueFrom") for it in victim["spec"]["containers"][0]["env"]}
+    label = env["JOB_UID"]["fieldRef"]["fieldPath"].split("'")[1]
+    assert victim["metadata"]["labels"][label] == job["metadata"]["uid"], "an older controller's Pods have it too"
     broken = victim["spec"]["nodeName"]
     # Its replacement could be there sooner than the mark.
     cluster.api.patch(NODES, broken, {"spec": {"unschedulable": True}})

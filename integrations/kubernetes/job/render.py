@@ -246,7 +246,7 @@ def _environment(values: JobValues) -> list[dict[str, Any]]:
         "RESILIENCE_NODE_NAME": "spec.nodeName",  # a node that is marked, excluded or counted is one of the cluster's
         "POD_NAME": "metadata.name",
         "POD_IP": "status.podIP",
-        "JOB_UID": "metadata.labels['batch.kubernetes.io/controller-uid']",
+        "JOB_UID": "metadata.labels['controller-uid']",  # the one with a prefix came with Kubernetes 1.27
         "RESILIENCE_NODE_GROUP": f"metadata.labels['{topology.NAME_LABEL}']",  # empty where the Pod has none
         "RESILIENCE_NODE_GROUP_INDEX": f"metadata.labels['{topology.INDEX_LABEL}']",
     }

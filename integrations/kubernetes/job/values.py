@@ -32,7 +32,7 @@ _SCALE = {"": 1.0, "m": 0.001, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e1
 _SCALE |= {f"{unit}i": 1024.0**power for power, unit in enumerate("KMGTPE", 1)}
 _LONGEST = 63  # of a host name
 _LEAST_MEMORY = 64 * 1024.0**2
-_FORMS = {"namespace": words.namespace, "gpu_resource": words.label_key}
+_FORMS = {"image": words.image, "namespace": words.namespace, "gpu_resource": words.label_key}
 _FORMS |= dict.fromkeys(
     ("service_account", "priority_class", "storage_class", "checkpoint_claim", "scheduler_name"), words.name
 )

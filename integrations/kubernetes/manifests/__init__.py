@@ -17,6 +17,7 @@ from resilience.command import Parser
 
 NAMESPACE, IMAGE = CONTROLLER_NAMESPACE, "resilience:latest"
 RBAC = ("ClusterRole", "ClusterRoleBinding", "Role", "RoleBinding")
+_PROG = "resilience kubernetes manifests"
 _FILE = Path(__file__).with_name("controller.yaml")
 
 
@@ -40,14 +41,16 @@ def manifests(namespace: str = NAMESPACE, image: str = IMAGE, replicas: int = 2)
 def main(argv: list[str]) -> int:
     """Print the manifests as YAML."""
     parser = Parser(
-        prog="resilience kubernetes manifests",
+        prog=_PROG,
         description="Print the controller's manifests; pipe them into `kubectl apply -f -`.",
     )
     parser.add_argument(
         "--namespace", type=words.name, default=NAMESPACE, help="where the controller runs (default: %(default)s)"
     )
     parser.add_argument(
-        "--image", default=IMAGE, help="an image that has resilience-sdk[kubernetes] in it (default: %(default)s)"
+        "--image",
+        type=words.image,
+        help=f"the controller's: one that has resilience-sdk[kubernetes] in it (default: {IMAGE}, which you would have to make)",
     )
     parser.add_argument("--replicas", type=words.count, default=2, help="of which one acts (default: %(default)s)")
     parser.add_argument(
@@ -59,7 +62,12 @@ def main(argv: list[str]) -> int:
     asked = parser.parse_args(argv)
     given = controller.parser().parse_args(asked.arg)  # says it, and ends, where the controller would
     controller.named_parts(given.parts)
-    documents = manifests(asked.namespace, asked.image, asked.replicas)
+    documents = manifests(asked.namespace, asked.image or IMAGE, asked.replicas)
+    if asked.image is None and not asked.only:
+        sys.stderr.write(
+            f"{_PROG}: note: no image was named: the Deployment has {IMAGE}, which is in no registry. Give --image=YOURS, one that "
+            "has resilience-sdk[kubernetes] in it.\n"
+        )
     if asked.only:
         documents = [document for document in documents if document["kind"] in RBAC]
     for document in documents:

@@ -152,8 +152,10 @@ def _described(args: argparse.Namespace, api: Any = None) -> Iterator[tuple[PodG
 
 
 def _own(args: argparse.Namespace) -> PodGroup:
-    if not args.name or args.min_member is None:
-        raise PodGroupError("give --name and --min-member, or a job with --file or --job.")
+    needed = {"--name": args.name, "--min-member": args.min_member}
+    missing = " and ".join(flag for flag, told in needed.items() if told in (None, ""))
+    if missing:
+        raise PodGroupError(f"give {missing}, or a job with --file or --job.")
     return PodGroup(
         args.name, args.min_member, args.queue or DEFAULT_QUEUE, args.priority, _roles(args.role), args.namespace
     )

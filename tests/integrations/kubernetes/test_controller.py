@@ -256,7 +256,9 @@ def test_part_that_is_misspelt_is_named_with_the_nearest(capsys: pytest.CaptureF
 
 def test_manifests_are_printed_for_a_namespace_and_an_image(capsys: pytest.CaptureFixture[str]) -> None:
     assert print_manifests(["--namespace=ml", "--image=registry/x:1", "--arg=--group-threshold=60"]) == 0
-    documents = list(yaml.safe_load_all(capsys.readouterr().out))
+    printed = capsys.readouterr()
+    assert printed.err == ""
+    documents = list(yaml.safe_load_all(printed.out))
     assert {it["metadata"].get("namespace", "ml") for it in documents} == {"ml"}
     (deployment,) = [it for it in documents if it["kind"] == "Deployment"]
     (container,) = deployment["spec"]["template"]["spec"]["containers"]
@@ -266,9 +268,20 @@ def test_manifests_are_printed_for_a_namespace_and_an_image(capsys: pytest.Captu
     assert bound == ["ml", "ml"]
 
 
+def test_manifests_without_an_image_say_which_one_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert print_manifests([]) == 0
+    printed = capsys.readouterr()
+    assert list(yaml.safe_load_all(printed.out)) == manifests()
+    (note,) = printed.err.splitlines()
+    assert "note: no image was named: the Deployment has resilience:latest" in note
+    assert "Give --image=YOURS, one that has resilience-sdk[kubernetes] in it." in note
+
+
 def test_roles_alone_can_be_applied_to_a_controller_that_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert print_manifests(["--only=rbac", "--namespace=ml"]) == 0
-    documents = list(yaml.safe_load_all(capsys.readouterr().out))
+    printed = capsys.readouterr()
+    assert printed.err == "", "no image is in it"
+    documents = list(yaml.safe_load_all(printed.out))
     roles = [it for it in manifests("ml") if "rbac.authorization.k8s.io" in it["apiVersion"]]
     assert documents == roles
     assert len(roles) == 4
@@ -334,7 +347,9 @@ def test_selectors_that_kubernetes_takes_are_taken(selector: str) -> None:
     assert controller.parser().parse_args([f"--pod-selector={selector}"]).pod_selector == selector
 
 
-@pytest.mark.parametrize("flag", ["--replicas=-1", "--replicas=two", "--namespace=A B", "--arg=--nonsense"])
+@pytest.mark.parametrize(
+    "flag", ["--replicas=-1", "--replicas=two", "--namespace=A B", "--image=a b", "--image=", "--arg=--nonsense"]
+)
 def test_manifests_that_could_not_be_applied_are_not_printed(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         print_manifests([flag])

@@ -209,6 +209,12 @@ def test_node_and_its_group_are_told_by_the_cluster() -> None:
     assert used <= set(told)
 
 
+def test_jobs_uid_comes_from_the_label_that_pods_have_on_kubernetes_1_26_too() -> None:
+    told = {item["name"]: item["valueFrom"]["fieldRef"]["fieldPath"] for item in container(made(nodes=2))["env"]}
+    assert told["JOB_UID"] == "metadata.labels['controller-uid']"
+    assert "batch.kubernetes.io" not in str(told), "labels of that kind came with 1.27"
+
+
 @pytest.mark.parametrize("nodes", [1, 3])
 def test_pods_stay_away_from_a_rack_that_their_group_has_left(nodes: int) -> None:
     from resilience.integrations.kubernetes.placement import avoids
@@ -452,6 +458,7 @@ def test_flags_that_would_undo_the_job_are_refused(word: str) -> None:
         ("checkpoint_path", "/", "is taken"),
         ("checkpoint_path", "/dev/shm/", "is taken"),
         ("store", "h:99999", "write HOST:PORT"),
+        ("image", "registry/llm: 1", "image: 'registry/llm: 1' can't be an image"),
         ("namespace", "Team A", "namespace: 'Team A' can't be a namespace"),
         ("service_account", "train_er", "service_account: 'train_er' can't be a name"),
         ("checkpoint_claim", "a/b", "checkpoint_claim: 'a/b' can't be a name"),
@@ -464,4 +471,4 @@ def test_flags_that_would_undo_the_job_are_refused(word: str) -> None:
 )
 def test_values_that_cant_be_meant_are_refused(name: str, text: Any, said: str) -> None:
     with pytest.raises(ValuesError, match=said):
-        JobValues(name="a", image="b", script=("train.py",), **{name: text})
+        JobValues(**{"name": "a", "image": "b", "script": ("train.py",), name: text})

@@ -96,7 +96,8 @@ def test_rendered_job_and_podgroup_fit_together(capsys: pytest.CaptureFixture[st
     ("words", "said"),
     [
         ([], "give --name and --min-member"),
-        (["--name=g"], "give --name and --min-member"),
+        (["--name=g"], "^give --min-member, or a job"),
+        (["--min-member=2"], "^give --name, or a job"),
         (["--name=g", "--min-member=2", "--role=singer"], "write NAME=N"),
         (["--name=g", "--min-member=2", "--role=singer=²"], "write NAME=N"),
         (["-f", "/nowhere/job.yaml"], "can't be read"),

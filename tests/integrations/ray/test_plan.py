@@ -22,6 +22,13 @@ def test_nothing_starts_before_all_nodes_have_room() -> None:
     assert it.running() == [True] * 4
 
 
+@pytest.mark.parametrize(("nodes", "said"), [(1, "1 node has room"), (2, "2 nodes have room")])
+def test_nodes_that_have_room_are_counted_in_words(nodes: int, said: str) -> None:
+    it = world("aa", nodes, None)
+    it.run(5)
+    assert any(said in line for line in it.state.lines)
+
+
 def test_too_few_nodes_in_any_group_are_said_and_waited_for() -> None:
     it = world("aab", 4)
     it.run(5)

@@ -579,7 +579,7 @@ def test_outside_of_slurm_it_says_where_it_belongs(slurm: StandIn, tmp_path: Pat
     command = [sys.executable, "-m", "resilience", "slurm", "follow", f"--dir={tmp_path}", "--", "train.py"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
     assert done.returncode == 2
-    assert "batch script" in done.stderr
+    assert "it belongs in a batch script. Nothing was started. Submit the script: `sbatch FILE`." in done.stderr
 
 
 def test_srun_starts_one_launcher_per_node_and_none_ends_for_another(tmp_path: Path) -> None:
