@@ -110,7 +110,8 @@ def test_under_plain_python_sigterm_stops_between_two_batches_and_the_next_proce
 @pytest.mark.rare
 @pytest.mark.parametrize("strategy", ["ddp", "ddp_spawn"])
 def test_ranks_that_lightning_starts_itself_have_snapshots_too(tmp_path: Path, strategy: str) -> None:
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "STRATEGY": strategy, "DEVICES": "2"}
+    (tmp_path / "tmp").mkdir()  # torch leaves an error file of a spawned rank that is killed
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "STRATEGY": strategy, "DEVICES": "2", "TMPDIR": str(tmp_path / "tmp")}
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         env.pop(name, None)
 
