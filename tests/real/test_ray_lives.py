@@ -277,5 +277,5 @@ def test_node_whose_workers_hang_when_they_start_is_left_for_one_whose_workers_d
     wait_for(lambda: it.node(0) == spare, lambda: f"the spare to be taken:\n{it.words()}", 240)
     it.await_steps()
     history = it.job.status().history
-    assert any("was lost: Ray has not brought its actor up" in line for line in history), history
+    assert any("node 0 (127.0.0.1) was lost: Ray has not brought its actor up" in line for line in history), history
     it.finish()
