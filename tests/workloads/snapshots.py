@@ -6,7 +6,8 @@
 optimizer too, copied behind the next step; with MODE=fsdp2 that is sharded over the ranks. Notes in $PROGRESS/rank_<r>:
 ``restored-<step>`` or ``fresh``, ``BAD-…`` if it is not what it was, ``complete-<step>``, ``replicated-<step>`` and
 ``durable-<step>`` as acknowledged. With REPLICAS=1 another node keeps copies. With UNTIL_LOST=1 cycle 0 goes on until somebody ends
-it, and the next one makes STEPS more.
+it, and the next one makes STEPS more. With DISK_UNTIL nothing from that step on goes to disk in cycle 0, so that what is in memory
+gets ahead of the disk and stays there.
 """
 
 from __future__ import annotations
@@ -130,6 +131,7 @@ def main() -> None:
     )
     how = "blocking" if mode == "blocking" else "overlap"
     disk_every = int(os.environ.get("DISK_EVERY", "3"))
+    disk_until = int(os.environ.get("DISK_UNTIL", "1000000000")) if not int(CYCLE) else 1_000_000_000
     copies: dict[str, Any] = {"replicas": int(os.environ.get("REPLICAS", "0"))}
     if "BANDWIDTH" in os.environ:
         copies["replica_bandwidth"] = os.environ["BANDWIDTH"]
@@ -154,7 +156,9 @@ def main() -> None:
                 time.sleep(DT)
                 if lockstep:
                     dist.barrier()
-            receipts[step] = checkpoint.save(step, wait=60 if step == steps - 1 else 0)
+            receipts[step] = checkpoint.save(
+                step, disk=None if step < disk_until else False, wait=60 if step == steps - 1 else 0
+            )
             acknowledge(receipts)
             note(f"step-{step}")
             resilience.heartbeat(step)
