@@ -18,12 +18,12 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from resilience.integrations.kubernetes import nodes
 from resilience.integrations.kubernetes.api import Api, KubernetesError, NotFound, Unreachable
 from resilience.integrations.kubernetes.events import seconds
+from resilience.integrations.kubernetes.nodes import Failure
 from resilience.integrations.kubernetes.parts import DELETED, Kind, Thing
 
 from resilience.command import Parser
@@ -44,19 +44,6 @@ _NOT_MARKED = (
     "failed its check, which is not the nodes' fault, or the launcher's --ft-termination-log is not the container's "
     "terminationMessagePath; the pod's log says which."
 )
-
-
-@dataclass(frozen=True)
-class Failure:
-    """A container that ended in a way that tells of its node. ``id`` is the same however often it is looked at.
-
-    ``happened`` is of the node's clock, ``bound``, when the pod was given that node, of the cluster's; 0 where it is not known.
-    """
-
-    id: str
-    fault: NodeFault
-    happened: float
-    bound: float = 0.0
 
 
 def failures(pod: Thing) -> Iterator[Failure]:
@@ -170,9 +157,8 @@ class FaultyNodes:
                     "nodes."
                 )
 
-        when = {"happened": failure.happened, "bound": failure.bound, "now": now}
         try:
-            if nodes.mark(self._api, fault.node, fault, failure.id, **when, pod=pod, brake=brake):
+            if nodes.mark(self._api, failure, pod=pod, now=now, brake=brake):
                 self._out[fault.node] = now
         except NotFound:
             _LOG.info("node %s is not there any more: nothing to mark (%s).", fault.node, fault.reason)
@@ -188,9 +174,9 @@ class KubernetesErrorMonitor(ErrorMonitor):
         """See base class."""
         if self._api is None:
             self._api = Api.connect()
-        failure = f"{fault.run}/{fault.reason}/{fault.code}/{fault.at}"
+        failure = Failure(f"{fault.run}/{fault.reason}/{fault.code}/{fault.at}", fault, happened=fault.at)
         try:
-            nodes.mark(self._api, fault.node, fault, failure, happened=fault.at)
+            nodes.mark(self._api, failure)
         except NotFound as error:
             raise NotFound(
                 f"the cluster has no node {fault.node!r}. Give the name that `kubectl get nodes` shows with --ft-node-name",

@@ -19,6 +19,7 @@ import logging
 import re
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from resilience.integrations.kubernetes import events
@@ -42,36 +43,38 @@ def _let() -> None:
     """Nobody minds."""
 
 
-def mark(
-    api: Api,
-    node: str,
-    fault: NodeFault,
-    failure: str,
-    *,
-    happened: float = 0.0,
-    bound: float = 0.0,
-    pod: str = "",
-    now: float = 0.0,
-    brake: Callable[[], None] = _let,
-) -> bool:
-    """Take a node out of scheduling for one failure; return whether it was in until then.
+@dataclass(frozen=True)
+class Failure:
+    """What a node is marked for. ``id`` tells it from others, and is the same however often it is looked at.
 
-    ``failure`` is what tells it from others, and ``happened`` when it was: a node that was registered later is another machine.
-    The clock of a young node may be behind the cluster's. ``bound``, when the pod was given its node, is of the cluster's: where it
-    is known the node must be newer than that too.
+    ``happened`` is of the node's clock, ``bound``, when the pod was given that node, of the cluster's; 0 where it is not known.
+    """
+
+    id: str
+    fault: NodeFault
+    happened: float = 0.0
+    bound: float = 0.0
+
+
+def mark(api: Api, failure: Failure, *, pod: str = "", now: float = 0.0, brake: Callable[[], None] = _let) -> bool:
+    """Take its node out of scheduling for one failure; return whether it was in until then.
+
+    A node that was registered after the failure happened is another machine. The clock of a young node may be behind the cluster's:
+    where it is known when the pod was bound, the node must be newer than that too.
     ``brake`` is called before a node is taken out that is in, and may raise. Raises ``NotFound`` where there is no such node.
     """
     now = now or time.time()
-    digest = hashlib.sha256(failure.encode()).hexdigest()[:12]
+    fault, node = failure.fault, failure.fault.node
+    digest = hashlib.sha256(failure.id.encode()).hexdigest()[:12]
     for attempt in range(_TRIES):
         try:
             found = api.get(NODES, node)
-            if _is_old(found, digest, happened, bound):
+            if _is_old(found, failure, digest):
                 return False
             was_in = not is_out(found)
             if was_in:
                 brake()
-            marked = api.patch(NODES, node, _marked(found, fault, digest, pod, now=now, happened=happened))
+            marked = api.patch(NODES, node, _marked(found, failure, digest, pod, now))
         except Conflict:
             if attempt == _TRIES - 1:
                 raise
@@ -123,12 +126,13 @@ def release(api: Api, node: str) -> bool:
     return False
 
 
-def _is_old(node: Mapping[str, Any], digest: str, happened: float, bound: float) -> bool:
+def _is_old(node: Mapping[str, Any], failure: Failure, digest: str) -> bool:
     """Whether the node knows this failure already, it is settled, or the node is newer than it."""
+    if digest in _seen(node):
+        return True
     born = events.seconds(node["metadata"].get("creationTimestamp"))
-    return digest in _seen(node) or bool(
-        happened and (int(happened) <= _settled(node) or born > max(happened, bound) + 1.0)
-    )
+    is_settled = int(failure.happened) <= _settled(node)
+    return bool(failure.happened) and (is_settled or born > max(failure.happened, failure.bound) + 1.0)
 
 
 def _settled(node: Mapping[str, Any]) -> float:
@@ -147,11 +151,10 @@ def _seen(node: Mapping[str, Any]) -> list[str]:
     return [item for item in found if isinstance(item, str)] if isinstance(found, list) else []
 
 
-def _marked(
-    node: Mapping[str, Any], fault: NodeFault, digest: str, pod: str, *, now: float, happened: float
-) -> dict[str, Any]:
+def _marked(node: Mapping[str, Any], failure: Failure, digest: str, pod: str, now: float) -> dict[str, Any]:
+    fault = failure.fault
     others = [taint for taint in node["spec"].get("taints") or [] if taint.get("key") != TAINT]
-    settled = max(_settled(node), min(happened, now))  # a clock that is ahead settles nothing that is to come
+    settled = max(_settled(node), min(failure.happened, now))  # a clock that is ahead settles nothing that is to come
     notes = {
         "reason": fault.reason,
         "message": fault.message,

@@ -15,6 +15,7 @@ from resilience.integrations.kubernetes.api import Api, KubernetesError
 from resilience.integrations.kubernetes.cli import main
 from resilience.integrations.kubernetes.controller import Controller
 from resilience.integrations.kubernetes.faulty import FaultyNodes, KubernetesErrorMonitor
+from resilience.integrations.kubernetes.nodes import Failure
 from resilience.integrations.kubernetes.parts import ADDED, NODES, PODS, Kind
 
 from resilience.failover.error_monitor import NodeFault
@@ -175,7 +176,7 @@ def test_name_that_the_cluster_does_not_know_keeps_no_other_node_out_of_service(
     cluster: Cluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     marked, other = cluster.node("a"), cluster.node("b")
-    nodes.mark(cluster.api, marked, NodeFault(marked, "DriverError", "x"), "id")
+    nodes.mark(cluster.api, Failure("id", NodeFault(marked, "DriverError", "x")))
     config = cluster.server.kubeconfig(tmp_path / "config")
     assert main(["uncordon", "nosuch", other, marked, f"--kubeconfig={config}"]) == 2
     shown = capsys.readouterr()
@@ -200,15 +201,15 @@ def test_operator_is_not_overruled_however_many_failures_there_were(cluster: Clu
     node = cluster.node("a")
     fault, now = NodeFault(node, "DriverError", "x"), time.time()
     for number in range(34):  # more than a node remembers by name
-        nodes.mark(cluster.api, node, fault, f"failure {number}", happened=now)
+        nodes.mark(cluster.api, Failure(f"failure {number}", fault, happened=now))
     if plainly:
         cluster.api.patch(NODES, node, {"spec": {"unschedulable": None}})
     else:
         assert nodes.release(cluster.api, node)
     for number in range(34):
-        assert not nodes.mark(cluster.api, node, fault, f"failure {number}", happened=now)
+        assert not nodes.mark(cluster.api, Failure(f"failure {number}", fault, happened=now))
     assert not is_marked(cluster.get_node(node))
-    assert nodes.mark(cluster.api, node, fault, "a new one", happened=time.time() + 60.0)
+    assert nodes.mark(cluster.api, Failure("a new one", fault, happened=time.time() + 60.0))
 
 
 def test_failure_that_nobody_had_seen_before_the_node_was_put_back_is_settled_and_a_clock_that_is_ahead_settles_nothing(
@@ -216,11 +217,11 @@ def test_failure_that_nobody_had_seen_before_the_node_was_put_back_is_settled_an
 ) -> None:
     node = cluster.node("a")
     fault, now = NodeFault(node, "DriverError", "x"), time.time()
-    assert nodes.mark(cluster.api, node, fault, "first", happened=now + 3600.0)
+    assert nodes.mark(cluster.api, Failure("first", fault, happened=now + 3600.0))
     unseen = now - 0.5
     assert nodes.release(cluster.api, node)
-    assert not nodes.mark(cluster.api, node, fault, "unseen", happened=unseen)
-    assert nodes.mark(cluster.api, node, fault, "later", happened=now + 60.0)
+    assert not nodes.mark(cluster.api, Failure("unseen", fault, happened=unseen))
+    assert nodes.mark(cluster.api, Failure("later", fault, happened=now + 60.0))
 
 
 def test_failure_of_before_the_node_was_registered_is_of_another_machine(cluster: Cluster) -> None:
