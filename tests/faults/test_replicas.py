@@ -195,8 +195,8 @@ def test_ddp_with_a_lost_node_ends_bit_for_bit_like_one_without(
 
 @pytest.mark.long
 def test_copy_that_was_damaged_in_memory_is_refused_and_the_job_goes_on_from_disk(tmp_path: Path) -> None:
-    script, env = [SNAPSHOTS, str(tmp_path / "ck"), "20", "64"], {"DISK_EVERY": "5", "DISK_UNTIL": "50"}
-    with nodes(tmp_path, 2, script, UNTIL_LOST="1", **env) as it:
+    script = [SNAPSHOTS, str(tmp_path / "ck"), "20", "64"]
+    with nodes(tmp_path, 2, script, DISK_EVERY="5", DISK_UNTIL="50", UNTIL_LOST="1") as it:
         wait_for(lambda: noted("durable-", *it.nodes), "something to be durable")
         # The disk must not be as new as the copies, or nobody would look at them.
         wait_for(
