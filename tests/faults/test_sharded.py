@@ -36,7 +36,7 @@ KILLED = [
     ("fsdp2", 2, "blocking"),
     pytest.param("fsdp2", 2, "overlap", marks=pytest.mark.rare, id="fsdp2-overlap"),
     pytest.param("fsdp2", 3, "blocking", marks=pytest.mark.rare, id="fsdp2-3"),
-    pytest.param("hsdp", 4, "blocking", marks=pytest.mark.long, id="hsdp"),
+    pytest.param("hsdp", 4, "blocking", marks=pytest.mark.rare, id="hsdp"),
     pytest.param("hsdp", 4, "overlap", marks=pytest.mark.rare, id="hsdp-overlap"),
     pytest.param("fsdp1", 2, "blocking", marks=pytest.mark.long, id="fsdp1"),
     pytest.param("fsdp1", 2, "overlap", marks=pytest.mark.rare, id="fsdp1-overlap"),

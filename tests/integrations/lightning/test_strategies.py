@@ -38,9 +38,8 @@ def test_sharded_or_not_a_kill_in_the_middle_of_an_epoch_changes_nothing(tmp_pat
     assert (straight[0] != straight[1]) or kind == "ddp", "each has its own shards"
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param("ddp", marks=pytest.mark.long), pytest.param("model_parallel", marks=pytest.mark.rare)]
-)
+@pytest.mark.parametrize("kind", ["ddp", "model_parallel"])
+@pytest.mark.rare
 def test_snapshot_of_this_job_counts_more_than_the_checkpoint_that_the_script_begins_with(
     tmp_path: Path, kind: str
 ) -> None:
