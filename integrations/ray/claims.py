@@ -69,12 +69,12 @@ def _labelled(nodes: Sequence[layout.Node], label: str | None) -> set[str]:
 
 def _without_the_stale(rules: Rules, state: State, seen: Seen, now: float) -> State:
     """Give up the claims, not placed by Ray for a while, that are made anew: their node was taken, or one is free that they may not
-    have."""
+    have. So many of these as there are such nodes: the others stand."""
     late = [slot for slot in state.slots if slot.claim and not slot.node and now - slot.claimed_at > PINNED_S]
-    free = _free(rules, state, seen) if late else {}
+    free = {rack: iter(nodes) for rack, nodes in _free(rules, state, seen).items()} if late else {}
     for slot in late:
         taken = slot.pinned and state.phase is Phase.RUNNING  # while nodes are gathered all are given back
-        if taken or (not slot.pinned and free.get(_rack(rules, state, slot))):
+        if taken or (not slot.pinned and next(free.get(_rack(rules, state, slot), iter(())), None) is not None):
             state = state.with_slot(slot.vacated())
     return state
 

@@ -147,7 +147,7 @@ class Guard:
         back at the last good step when this returns (or the update is to be left out): go on with the next turn of the loop."""
         if self._step < 0:
             raise CheckpointError(
-                "guard.bad() belongs into the loop: for step, batch in guard.steps(loader, start, end)."
+                "guard.bad() belongs in the loop: for step, batch in guard.steps(loader, start, end)."
             )
         seen: Watched | None = Watched(self._step, self._batch, _reader((loss, grad_norm), self._lagged))
         if self._lagged:

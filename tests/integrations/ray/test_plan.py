@@ -839,6 +839,21 @@ def test_node_that_was_not_to_be_had_and_is_now_ends_the_wait() -> None:
     assert it.node(1) == spare
 
 
+def test_free_node_has_one_waiting_claim_made_anew_and_not_all_of_its_rack() -> None:
+    it = running("aaaaa", 4)
+    (spare,) = it.nodes.keys() - {it.node(rank) for rank in range(4)}
+    it.slow = {spare}
+    for rank in (0, 1, 2):
+        it.kill_node(it.node(rank))
+    it.run(5)
+    waits = it.state.slots[2].claim
+    it.state = it.state.with_slot(replace(it.state.slots[0], ended=0, round=1, claim=0, pinned=""))
+    it.slow = set()
+    it.run(15)
+    assert it.node(1) == spare
+    assert it.state.slots[2].claim == waits
+
+
 def test_claim_that_ray_put_on_a_node_of_another_slot_is_made_anew() -> None:
     it = running("aa", 2, None)
     it.kill_node(it.node(1))
