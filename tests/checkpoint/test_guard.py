@@ -328,7 +328,7 @@ def test_what_can_not_be_meant_is_refused(home: Path, monkeypatch: pytest.Monkey
             with pytest.raises(ConfigError, match="2 ranks have to decide together"):
                 Guard(checkpoint)
             guard = Guard(checkpoint, group=False)  # they give the same figures
-        with pytest.raises(CheckpointError, match="belongs into the loop"):
+        with pytest.raises(CheckpointError, match="belongs in the loop"):
             guard.bad(1.0)
         with pytest.raises(ConfigError, match="has a guard already"):
             Guard(checkpoint)
