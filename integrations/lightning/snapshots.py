@@ -24,7 +24,7 @@ from resilience.integrations.lightning.progress import Progress, begins_with_hoo
 
 from resilience.checkpoint.flash import FlashCheckpoint
 from resilience.checkpoint.receipt import Receipt
-from resilience.checkpoint.state import Random
+from resilience.checkpoint.state import Random, Stateful
 
 _LOG = logging.getLogger("resilience.lightning")
 _PATIENCE_S = 20.0  # for a slot, of the last snapshot before an agreed stop
@@ -98,7 +98,7 @@ class Snapshots:
         self._place = _Place(self.position)
         self.checkpoint = FlashCheckpoint(self._directory, **{**self._every, **self._options}, **self._things())
         for part in self.checkpoint.parts:
-            if part.name == "trainer":
+            if isinstance(part, Stateful) and part.name == "trainer":
                 part.any_world = True  # and yet each rank has its own: what callbacks know need not be the same
         self._place.start = Random().state()
         try:

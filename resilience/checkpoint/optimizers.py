@@ -24,6 +24,7 @@ class Named(Protocol):
 
     name: str
     replicated: bool
+    any_world: bool
     module: torch.nn.Module
 
     @property
@@ -62,11 +63,15 @@ class Names:
         """Whether all of them belong to replicated modules."""
         return bool(parameters) and all(id(parameter) in self._shared for parameter in parameters)
 
+    def mean_the_same_anywhere(self, parameters: Iterable[torch.Tensor]) -> bool:
+        """Whether none of them belongs to a module that has a meaning of its own on some ranks."""
+        theirs = (module.module.parameters() for module in self._modules if not module.any_world)
+        return {id(one) for some in theirs for one in some}.isdisjoint(map(id, parameters))
+
 
 class Optimizer:
     """A ``torch.optim.Optimizer``."""
 
-    any_world = True
     together = False
     weights = False
 
@@ -86,6 +91,11 @@ class Optimizer:
     def owner(self, tensor: torch.Tensor) -> int:
         """See :class:`state.Part`."""
         return self._owner
+
+    @property
+    def any_world(self) -> bool:
+        """See :class:`state.Part`."""
+        return self._names.mean_the_same_anywhere(self._parameters())
 
     def _parameters(self) -> list[torch.Tensor]:
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]

@@ -21,7 +21,7 @@ from resilience.checkpoint.link import Link, Place
 from resilience.checkpoint.reading import Opened
 from resilience.checkpoint.saver.restoring import Back
 from resilience.checkpoint.source import DamagedError
-from resilience.checkpoint.state import Part, Random
+from resilience.checkpoint.state import Module, Part, Random
 from resilience.checkpoint.stores import Where
 from resilience.checkpoint.together import Together
 from resilience.errors import CheckpointError, NothingToRestore
@@ -187,6 +187,8 @@ def load_parts(parts: Sequence[Part], opened: Opened, place: Place, wish: Wish, 
     with ranks.or_none():
         check_parts(parts, opened, wish)
         refuse_other_world([part.name for part in parts if not part.any_world], opened, place, wish.any_world)
+        if opened.world != place.world and place.rank == 0 and not wish.any_world:  # one is enough: it reads more than its own
+            refuse_divided([part for part in parts if isinstance(part, Module)], opened, place)
     for part in parts:
         if part.name not in opened.values:
             continue
@@ -209,6 +211,17 @@ def refuse_other_world(names: Sequence[str], opened: Opened, place: Place, allow
             "place in the data, for instance). If it is the same on all, say so: "
             f"FlashCheckpoint(…, replicated={mine!r}). Otherwise allow_other_world=True gives it back to the ranks that "
             "were there, and new ranks keep what they have"
+        )
+
+
+def refuse_divided(modules: Sequence[Module], opened: Opened, place: Place) -> None:
+    """Raise :class:`MisfitError` for modules that had other values on each rank: nobody knows what more or fewer are to get."""
+    found = [module.name for module in modules if module.differs_by_rank(opened.source)]
+    if found:
+        raise MisfitError(
+            f"it was saved by {opened.world} ranks, and here are {place.world}; {', '.join(found)} had other values on each "
+            "of them, and nothing says how to divide them anew: they were not replicated, and are no DTensors. Go on with "
+            f"{opened.world} ranks. allow_other_world=True gives each rank its own back, and new ranks what rank 0 had"
         )
 
 

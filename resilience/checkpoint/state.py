@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -27,8 +28,11 @@ class Part(Protocol):
 
     name: str
     together: bool  # whether its state takes all ranks to form
-    any_world: bool  # whether its state means the same to any rank of a job with more or fewer of them
     weights: bool  # whether it is what ``weights_only`` restores
+
+    @property
+    def any_world(self) -> bool:
+        """Whether its state means the same to any rank of a job with more or fewer of them."""
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
@@ -47,31 +51,50 @@ class Part(Protocol):
         """Take over a state. Shares no memory with ``source`` afterwards."""
 
 
-def unwrap(module: torch.nn.Module) -> tuple[torch.nn.Module, bool, bool]:
-    """Return the module inside DDP and ``torch.compile``, whether it is replicated, and whether its buffers are too."""
-    replicated = same_buffers = False
+@dataclass(frozen=True)
+class Wrapping:
+    """What is around a module. ``ddp``: the ranks that DDP keeps equal; 0 without it. ``buffers``: their buffers too."""
+
+    ddp: int = 0
+    buffers: bool = False
+
+    @property
+    def everywhere(self) -> bool:
+        """Whether it is the same on all ranks of the job."""
+        return bool(self.ddp) and self.ddp == torch.distributed.get_world_size()
+
+    @property
+    def partial(self) -> bool:
+        """Whether it is the same on some ranks only: each group of them has a part of the model of its own, as with tensor or
+        pipeline parallelism beside DDP."""
+        return bool(self.ddp) and not self.everywhere
+
+
+def unwrap(module: torch.nn.Module) -> tuple[torch.nn.Module, Wrapping]:
+    """Return the module inside DDP and ``torch.compile``, and what is around it."""
+    found = Wrapping()
     while True:
         if isinstance(module, torch.nn.parallel.DistributedDataParallel):
-            replicated, same_buffers, module = True, bool(module.broadcast_buffers), module.module
+            found, module = Wrapping(module.process_group.size(), bool(module.broadcast_buffers)), module.module
         elif type(module).__name__ == "OptimizedModule":  # its module would import the whole compiler
             module = module._orig_mod
         else:
-            return module, replicated, same_buffers
+            return module, found
 
 
 class Module:
     """A ``torch.nn.Module``, with or without DDP around it, or sharded by FSDP2."""
 
-    any_world = True
     together = False
     weights = True
     optimizer = None
 
     def __init__(self, name: str, module: torch.nn.Module, replicated: bool) -> None:
         self.name = name
-        self.module, wrapped, same_buffers = unwrap(module)
-        self.replicated = replicated or wrapped
-        self._buffer_owner = LEADER if same_buffers or (replicated and not wrapped) else OWN
+        self.module, around = unwrap(module)
+        self.replicated = replicated or around.everywhere
+        self.any_world = replicated or not around.partial
+        self._buffer_owner = LEADER if self.replicated and (around.buffers or not around.ddp) else OWN
         self.seen: dict[str, Any] = {}
         self._unfit: set[str] = set()  # keys of what was saved and does not fit, as the last check found
 
@@ -91,6 +114,16 @@ class Module:
         """See :class:`Part`."""
         said, self._unfit = compared(self.name, self.state(), tree, source)
         return said
+
+    def differs_by_rank(self, source: Source) -> bool:
+        """Whether the module was not the same on all ranks, as far as its largest trained tensor tells. That may be so though it is
+        replicated now."""
+        trained = [
+            (one.numel(), key)
+            for key, one in self.state().items()
+            if isinstance(one, torch.nn.Parameter) and one.requires_grad and not sharding.is_sharded(one)
+        ]
+        return bool(trained) and source.differs(f"{self.name}.{max(trained)[1]}")
 
     def load(self, tree: Any, source: Source) -> None:
         """See :class:`Part`."""

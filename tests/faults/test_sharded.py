@@ -122,3 +122,47 @@ def test_torchs_own_tools_read_what_fsdp2_saved_and_what_they_saved_is_restored(
     back = run(tmp_path / "back", "fsdp2", 3, steps=STEPS, IMPORTED="1")
     assert back["starts"] == [f"{STEPS}\n"] * 3
     assert back["restored"] == saved["final"][:1] * 3
+
+
+DIVIDED = str(WORKLOADS / "divided.py")
+
+
+def run_divided(
+    folder: Path, group: int, ranks: int, *words: str, ends: int = 0, **more: str
+) -> tuple[dict[str, list[str]], str]:
+    """Run a model that is divided by hand; return what each rank had, by kind, and what was said."""
+    options = [f"--nproc-per-node={ranks}", f"--max-restarts={1 - bool(ends)}"]
+    with job(folder, options, [DIVIDED, str(folder / "ck"), *words], {"GROUP": str(group), **more}) as it:
+        assert it.wait() == ends, it.log()
+        kinds = ("restored", "saved")
+        files = {kind: [it.progress / f"{kind}_{rank}" for rank in range(ranks)] for kind in kinds}
+        found = {kind: [path.read_text() for path in files[kind] if path.exists()] for kind in kinds}
+        it.assert_nothing_left()
+        return found, it.log()
+
+
+@pytest.mark.parametrize(
+    ("group", "ranks"), [(1, 2), pytest.param(2, 4, marks=pytest.mark.rare), pytest.param(0, 2, marks=pytest.mark.rare)]
+)
+def test_model_that_is_divided_by_hand_keeps_each_ranks_part_and_another_number_of_ranks_is_refused(
+    tmp_path: Path, group: int, ranks: int
+) -> None:
+    killed, _ = run_divided(tmp_path / "killed", group, ranks, "6", "kill", "1", "5")
+    assert killed["restored"] == killed["saved"], "the last step was made, and is not made again"
+    assert len(set(killed["restored"])) > 1, "each part is another one"
+
+    shutil.copytree(tmp_path / "killed/ck", tmp_path / "fewer/ck")
+    refused, said = run_divided(tmp_path / "fewer", group and 1, 1, "7", ends=1)
+    assert refused["restored"] == []
+    assert f"it was saved by {ranks} ranks, and here are 1; model had other values on each" in " ".join(said.split())
+
+
+@pytest.mark.rare
+def test_model_that_was_divided_by_hand_goes_on_from_disk_and_with_fewer_ranks_where_that_is_wanted(
+    tmp_path: Path,
+) -> None:
+    saved, _ = run_divided(tmp_path / "saved", 2, 4, "6")
+    again, _ = run_divided(tmp_path / "saved", 2, 4, "6")
+    assert again["restored"] == saved["saved"]
+    fewer, _ = run_divided(tmp_path / "saved", 2, 2, "6", ANY_WORLD="1")
+    assert fewer["restored"] == saved["saved"][:2]
