@@ -11,7 +11,7 @@ import io
 import sys
 from collections.abc import Callable
 
-from resilience import __version__
+from resilience import __version__, kin
 from resilience.command import Parser
 from resilience.errors import ConfigError, ResilienceError, nearest
 
@@ -41,6 +41,7 @@ _EXTRAS = {"kubernetes": "kubernetes"}  # commands of adapters that we ship: the
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command; return the exit code."""
+    kin.hear_of_children()
     words = sys.argv[1:] if argv is None else argv
     command = words[0] if words else "--help"
     if command in ("-h", "--help"):

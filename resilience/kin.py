@@ -36,6 +36,22 @@ def end_with(parent: int) -> None:
         os._exit(1)
 
 
+def hear_of_children() -> None:
+    """Have the kernel keep how children of this process end. In any thread.
+
+    Where SIGCHLD is ignored it forgets, and Python takes every end for exit code 0. A parent that ignores it leaves that to its
+    children, and a library may do so behind Python's back: the kernel knows.
+    """
+    if sys.platform == "linux" and signal.SIGCHLD in _ignored():
+        ctypes.CDLL(None).signal(int(signal.SIGCHLD), None)  # Python's own is for the main thread only
+
+
+def _ignored() -> set[int]:
+    status = Path("/proc/self/status").read_text(errors="replace")
+    bits = int(status.partition("SigIgn:")[2].split()[0], 16)
+    return {number for number in range(1, 65) if bits >> number - 1 & 1}
+
+
 def stand_guard(parent: int, fd: int) -> None:
     """Return in a child of this process. This one stays behind, and ends as the child does, or when it gets SIGTERM, or when its
     parent dies; and with it everything below it. ``fd`` is the child's: here it is closed, so that its end is heard."""

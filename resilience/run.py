@@ -2,7 +2,7 @@
 
 import sys
 
-from resilience.launcher.cli import main
+from resilience.__main__ import main
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(["run", *sys.argv[1:]]))

@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import IO
 
+from resilience import kin
 from resilience.failover import exits
 
 _LOG = logging.getLogger("resilience.ray")
@@ -133,6 +134,7 @@ class Keeper:
         try:
             if order.refused:
                 raise ValueError(order.refused)
+            kin.hear_of_children()  # Ray's workers may ignore them
             self._process = subprocess.Popen(
                 command,
                 env=dict(order.variables),

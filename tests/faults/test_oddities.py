@@ -38,6 +38,19 @@ def test_a_hung_rank_that_leaves_with_0_at_our_signal_is_no_success(tmp_path: Pa
         it.await_note(0, "end", cycle=1)
 
 
+def test_a_launcher_whose_parent_ignored_its_children_does_not_take_a_failure_for_success(tmp_path: Path) -> None:
+    """The kernel forgets how a child ended whose parent ignores SIGCHLD, and whoever asks is told 0."""
+    deaf = "import os, signal, sys; signal.signal(signal.SIGCHLD, signal.SIG_IGN); os.execv(sys.argv[1], sys.argv[1:])"
+
+    def by_a_deaf_parent(command: list[str]) -> list[str]:
+        return [command[0], "-c", deaf, *command]
+
+    with job(tmp_path, ["--nproc-per-node=1"], [str(WORKLOADS / "always_fails.py")], wrap=by_a_deaf_parent) as it:
+        assert it.wait() == 1, it.log()
+        assert it.report(0)["culprit"]["kind"] == "exception"
+        it.assert_nothing_left()
+
+
 @pytest.mark.parametrize("seconds", [6, pytest.param(18, marks=pytest.mark.rare)])
 @pytest.mark.long
 def test_a_job_that_is_frozen_as_a_whole_and_thawed_goes_on(tmp_path: Path, seconds: int) -> None:
