@@ -187,7 +187,9 @@ def load_parts(parts: Sequence[Part], opened: Opened, place: Place, wish: Wish, 
     with ranks.or_none():
         check_parts(parts, opened, wish)
         refuse_other_world([part.name for part in parts if not part.any_world], opened, place, wish.any_world)
-        if opened.world != place.world and place.rank == 0 and not wish.any_world:  # one is enough: it reads more than its own
+        if (
+            opened.world != place.world and place.rank == 0 and not wish.any_world
+        ):  # one is enough: it reads more than its own
             refuse_divided([part for part in parts if isinstance(part, Module)], opened, place)
     for part in parts:
         if part.name not in opened.values:

@@ -159,7 +159,9 @@ def test_end_of_a_program_that_somebody_else_has_asked_for_is_known_all_the_same
 
 def test_end_of_a_program_is_known_though_its_actors_process_ignores_children(tmp_path: Path) -> None:
     keeper = Keeper()
-    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # as Ray's workers do, where it is told to end what they leave
+    before = signal.signal(
+        signal.SIGCHLD, signal.SIG_IGN
+    )  # as Ray's workers do, where it is told to end what they leave
     try:
         keeper.give(order(1, tmp_path / "pids", code="import sys; sys.exit(77)"))
         wait_for(lambda: keeper.look(-1, 0)[2] is not None, "its end")
