@@ -23,8 +23,10 @@ if TYPE_CHECKING:
 
 FENCED_S = 60.0  # by then a launcher on a node that Ray has given up has ended itself; see `node`
 PINNED_S = 10.0  # a node that was seen to be free, and does not get our claim by then, has been taken by somebody else
-# A job that waits for nodes keeps those that it has so long, and then lets others have them for a moment.
+# A job that waits for nodes keeps those that it has so long, and then lets others have them for a moment; longer each time, since
+# Ray remembers every claim that there ever was.
 HELD_S = 120.0
+_HELD_LONGEST_S, _LONGER = 900.0, 1.5
 _PAUSE_S = 3.0
 _PAUSES = 8  # of different lengths, a second apart
 LONGEST_PAUSE_S = _PAUSE_S + _PAUSES
@@ -117,18 +119,32 @@ def gather(rules: Rules, state: State, seen: Seen, now: float) -> State:
         )
     if rules.label is not None and not anywhere and not all(slot.claim for slot in state.slots):
         return dataclasses.replace(state, slots=(), racks=(), since=now)  # one was lost: other groups may fit better
-    patience = PINNED_S if not anywhere and all(slot.pinned for slot in lacking) else HELD_S
-    if lacking and now - min((slot.claimed_at for slot in lacking if slot.claim), default=now) <= patience:
+    return _hold(rules, state, seen, lacking, now)
+
+
+def _hold(rules: Rules, state: State, seen: Seen, lacking: Sequence[Slot], now: float) -> State:
+    """Keep the nodes that there are while others are waited for; after a while begin with them, or let others have them."""
+    pinned = (rules.label is None or state.racks != _ANY) and all(slot.pinned for slot in lacking)
+    placed = rules.nodes - len(lacking)
+    enough = rules.label is None and placed >= rules.min_nodes
+    waited = now - min((slot.claimed_at for slot in lacking if slot.claim), default=now)
+    nothing_held = not placed and not pinned
+    if lacking and (nothing_held or waited <= _patience(pinned, 0 if enough else state.attempts)):
         return claim_missing(rules, waiting(state, _lack(rules, state, seen)), seen, now)
-    long = patience == HELD_S or now - state.gathering_at > HELD_S  # however often they were given back meanwhile
-    return _waited_long(rules, state, rules.nodes - len(lacking) if long else 0, now)
+    if enough and (not pinned or now - state.gathering_at > HELD_S):  # however often they were given back meanwhile
+        these = f"{placed} of {rules.nodes} nodes have room, and {rules.min_nodes} are enough; the launchers start"
+        return _started(state, now, these)
+    return _given_back(rules, state, now)
 
 
-def _waited_long(rules: Rules, state: State, placed: int, now: float) -> State:
-    """Start with the nodes that there are, if they are enough; else let others have them for a moment. Groups start whole."""
-    if rules.label is None and placed >= rules.min_nodes:
-        enough = f"{placed} of {rules.nodes} nodes have room, and {rules.min_nodes} are enough; the launchers start"
-        return _started(state, now, enough)
+def _patience(pinned: bool, attempts: int) -> float:
+    """Return how long claims are held that wait: of nodes that are known to be free, or of any."""
+    first, longest = (PINNED_S, HELD_S) if pinned else (HELD_S, _HELD_LONGEST_S)
+    return min(longest, first * _LONGER ** min(attempts, 20))
+
+
+def _given_back(rules: Rules, state: State, now: float) -> State:
+    """Let others have for a moment what this job holds, and can't use yet."""
     # Two jobs that wait for each other differ.
     pause = _PAUSE_S + zlib.crc32(f"{rules.name}/{state.attempts}".encode()) % _PAUSES
     state = dataclasses.replace(state, slots=(), racks=(), attempts=state.attempts + 1, since=now + pause)

@@ -77,6 +77,7 @@ class Hands:
         self._store_lost = False
         self._driver_seen, self._driver_gone = 0.0, False
         self._nodes: tuple[Node, ...] = ()
+        self._table: dict[str, dict[str, Any]] | None = None  # of placement groups, as it was just looked at
         self._grace_s = 0.0
 
     # -- eyes
@@ -86,7 +87,7 @@ class Hands:
         self._nodes = nodes(self._spec.bundle)
         self._ask(state)
         self._give_up_the_silent()
-        groups = self._groups()
+        groups = self._table = self._groups()
         placed = {name: it for name, it in groups.items() if it["state"] == "CREATED"}
         known = {}
         for slot in state.slots:
@@ -191,7 +192,7 @@ class Hands:
         """Have everything as the state says; return whether nothing was left to remove, and the claims that were made. It may take
         minutes for many nodes: ``sign`` is called in between."""
         wanted = {slot.claim: slot for slot in state.slots if slot.claim}
-        groups = self._groups()
+        groups, self._table = self._groups() if self._table is None else self._table, None
         clean = self._remove_what_is_not_wanted(groups, wanted, 0 if state.phase.over else state.round, sign)
         label = self._spec.groups.label if self._spec.groups is not None else None
         avoid = claims.to_avoid(state, self._nodes, label)

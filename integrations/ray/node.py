@@ -11,6 +11,7 @@ Hazard: nothing here may import Ray at the top: the class is tried without.
 
 from __future__ import annotations
 
+import random
 import sys
 import tempfile
 import threading
@@ -118,13 +119,19 @@ class NodeAgent:
 
     def _watch(self) -> None:
         """End a launcher whose node Ray has given up, or whose supervisor is gone for good; restart a supervisor that hangs."""
-        while not self._closed.wait(_LOOK_S):
+        while not self._closed.wait(self._pause()):
             try:
                 if self._heed(self._verdict()):
                     return
             except Exception as error:  # noqa: BLE001 - what can't be asked now can be in a moment
                 sys.stderr.write(f"resilience: this node can't ask how it stands: {type(error).__name__}: {error}\n")
                 self._closed.wait(10 * _LOOK_S)
+
+    def _pause(self) -> float:
+        """Return when to look again. While the supervisor is silent each look asks the cluster's store for all nodes, and all nodes
+        look: not so often, and not all at once."""
+        suspects = time.monotonic() - self._heard > fence.SUSPECT_S
+        return random.uniform(3 * _LOOK_S, 7 * _LOOK_S) if suspects else _LOOK_S
 
     def _verdict(self) -> fence.Verdict:
         silent_s = time.monotonic() - self._heard
@@ -137,7 +144,6 @@ class NodeAgent:
         if verdict is fence.Verdict.UNASKED:
             self._silence = self._silence or Silence(time.monotonic())
             fence.wake(self._job, self._silence)
-            self._closed.wait(5 * _LOOK_S)  # each look asks the cluster's store, and all nodes look
         else:
             self._silence = None
         if verdict is not fence.Verdict.ORPHANED:

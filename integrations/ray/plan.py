@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 
 from resilience.integrations.ray import claims, clock, finishing, start
 from resilience.integrations.ray.layout import Node
-from resilience.integrations.ray.state import Phase, Slot, State, noted
+from resilience.integrations.ray.state import STOP_ASKED, Phase, Slot, State, noted
 
 from resilience.failover import exits
 from resilience.failover.failure import HARDWARE_CODES, signal_name
@@ -104,7 +104,7 @@ def decide(rules: Rules, state: State, seen: Seen, now: float) -> State:
     rules = dataclasses.replace(rules, stop_grace_s=max(rules.stop_grace_s, state.grace_s))
     state = start.listen(clock.not_ahead(state, now), seen, now)
     if state.phase in (Phase.GATHERING, Phase.RUNNING) and (seen.stop or seen.driver_gone):
-        why = "the program that submitted it is gone" if seen.driver_gone else "a stop was asked for"
+        why = "the program that submitted it is gone" if seen.driver_gone else STOP_ASKED
         state = noted(dataclasses.replace(state, phase=Phase.STOPPING, since=now, reason=why), now, why)
     steady = {"", *(node.id for node in seen.nodes if not node.leaving)}
     for slot in state.slots:
@@ -327,7 +327,7 @@ def _preempted(rules: Rules, state: State, now: float) -> State:
 def _wind_up(rules: Rules, state: State, seen: Seen, now: float) -> State:
     """End the job where there is nothing left to wait for."""
     if finishing.is_done(rules, state) and state.phase in (Phase.RUNNING, Phase.STOPPING) and now >= state.fenced_at:
-        return _over(state, Phase.SUCCEEDED, exits.FINISHED, "all launchers ended with 0", now)
+        return over(state, Phase.SUCCEEDED, exits.FINISHED, "all launchers ended with 0", now)
     if state.phase not in (Phase.STOPPING, Phase.ENDING):
         return state
     state = _leavers(state, seen, now)
@@ -336,13 +336,13 @@ def _wind_up(rules: Rules, state: State, seen: Seen, now: float) -> State:
     if (running and now - state.since < patience) or now < state.fenced_at:
         return state
     if state.phase is Phase.ENDING and state.outcome is not None:
-        return _over(state, state.outcome, state.exit_code, state.reason, now)
+        return over(state, state.outcome, state.exit_code, state.reason, now)
     if finishing.is_done(rules, state):
-        return _over(state, Phase.SUCCEEDED, exits.FINISHED, "all launchers ended with 0", now)
+        return over(state, Phase.SUCCEEDED, exits.FINISHED, "all launchers ended with 0", now)
     how = [f"the launchers of nodes {', '.join(map(str, running))} were ended"] if running else []
     agreed = (None, exits.FINISHED, exits.PREEMPTED)
     how += [f"that of node {slot.rank} ended with {slot.ended}" for slot in state.slots if slot.ended not in agreed]
-    return _over(state, Phase.STOPPED, exits.PREEMPTED, "; ".join([state.reason, *how]), now)
+    return over(state, Phase.STOPPED, exits.PREEMPTED, "; ".join([state.reason, *how]), now)
 
 
 def _leavers(state: State, seen: Seen, now: float) -> State:
@@ -362,7 +362,8 @@ def _end_of(slot: Slot, code: int, why: str) -> str:
     return f"the launcher of {slot.place} ended with {code}" + f": {said}" * bool(said)
 
 
-def _over(state: State, phase: Phase, code: int | None, reason: str, now: float) -> State:
+def over(state: State, phase: Phase, code: int | None, reason: str, now: float) -> State:
+    """Return a state in which the job has ended and nothing of it is wanted any more."""
     slots = tuple(dataclasses.replace(slot, claim=0) for slot in state.slots)
     over = dataclasses.replace(state, phase=phase, exit_code=code, reason=reason, since=now, slots=slots)
     return noted(over, now, f"{phase.value}: {reason}")

@@ -15,6 +15,7 @@ from resilience.groups import escalation
 
 KEPT_LINES = 100
 SLOWEST_S = 30.0  # between two starts of what keeps ending
+STOP_ASKED = "a stop was asked for"
 STUMBLES = "the supervisor stumbles: "  # so begins a reason that only a step that goes well takes away
 
 

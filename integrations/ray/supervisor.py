@@ -138,13 +138,15 @@ class Supervisor:
         self._hands = Hands(self._spec, self._submission)
         try:
             self._heed_the_newest()
-            memory.save(self._name, stumbled(memory.recall(self._name), self._stumbles, time.time()))
+            stop = memory.stop_asked(self._name, self._submission.token)
+            left, grace_s = memory.recall(self._name), self._rules.stop_grace_s
+            memory.save(self._name, stumbled(left, self._stumbles, time.time(), stop=stop, grace_s=grace_s))
         except Exception:  # noqa: BLE001 - the cluster's store may be what is out of reach
             _LOG.debug("job %r: that can't be noted", self._name, exc_info=True)
 
     def _step(self, state: State) -> tuple[State, bool]:
-        seen = self._hands.look(state)
-        after = decide(self._rules, state, seen, time.time())
+        # One that is over has nothing to be looked at, and is cleared away though looking may be what fails.
+        after = state if state.phase.over else decide(self._rules, state, self._hands.look(state), time.time())
         self._heed_the_newest()
         if after != state:
             memory.save(self._name, after)

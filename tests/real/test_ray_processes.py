@@ -98,23 +98,26 @@ def test_actor_whose_placement_group_somebody_has_removed_is_gone(site: Site) ->
     assert [seen.claims[claim].gone for claim in (1, 2)] == ["", "somebody has removed its placement group"]
 
 
-def test_supervisor_that_stumbles_whenever_it_waits_says_so_and_a_job_that_never_began_fails(
-    site: Site, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("when", ["wait", pytest.param("look", marks=pytest.mark.rare)])
+def test_supervisor_that_stumbles_again_and_again_says_so_and_a_job_that_never_began_fails(
+    site: Site, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
     import ray
     from resilience.integrations.ray import JobBuilder, memory, supervisor
 
+    name = f"deaf-{when}"
+
     def hear(*_: Any) -> None:
         raise ValueError("what it hears makes no sense")
 
-    monkeypatch.setattr(supervisor.Hands, "wait", hear)
+    monkeypatch.setattr(supervisor.Hands, when, hear)
     monkeypatch.setattr(supervisor, "_AFTER_A_MISTAKE_S", 0.05)
-    spec = JobBuilder().name("deaf").train(SCRIPT, site.folder, 5).resources_per_node(nowhere=1).build().spec
-    its_name = ray.remote(Raises).options(name="deaf", namespace=memory.NAMESPACE, num_cpus=0).remote()
-    assert supervisor.Supervisor("deaf", "ab", "", spec.as_text()).ready() == ""
+    spec = JobBuilder().name(name).train(SCRIPT, site.folder, 5).resources_per_node(nowhere=1).build().spec
+    its_name = ray.remote(Raises).options(name=name, namespace=memory.NAMESPACE, num_cpus=0).remote()
+    assert supervisor.Supervisor(name, "ab", "", spec.as_text()).ready() == ""
 
     def state() -> Any:
-        return memory.load("deaf")
+        return memory.load(name)
 
     wait_for(lambda: "makes no sense; it tries again" in state().reason, "the status to say it")
     wait_for(lambda: state().phase.over, "the job to be given up", 120)

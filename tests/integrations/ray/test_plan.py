@@ -839,6 +839,28 @@ def test_node_that_was_not_to_be_had_and_is_now_ends_the_wait() -> None:
     assert it.node(1) == spare
 
 
+def test_job_that_waits_for_days_makes_few_claims_since_ray_remembers_all_of_them() -> None:
+    nothing = world("", 4, None)
+    nothing.run(6 * 3600, step=10)
+    assert nothing.state.claims == 4, "there is nothing to give back"
+    half = world("aa", 4, None)
+    half.run(6 * 3600, step=10)
+    assert 4 * 4 < half.state.claims < 4 * 40, "others have had their chance, less often each time"
+    half.nodes |= {"late0": "a", "late1": "a"}
+    assert half.run(60).phase is Phase.RUNNING
+    assert all(half.running())
+
+
+def test_job_that_has_waited_long_waits_no_longer_for_the_last_nodes_than_any_other() -> None:
+    it = world("a", 4, None)
+    it.rules = replace(it.rules, min_nodes=3)
+    it.run(3600, step=5)
+    assert it.state.phase is Phase.GATHERING
+    it.nodes |= {"late0": "a", "late1": "a"}
+    assert it.run(140).phase is Phase.RUNNING
+    assert sum(it.running()) == 3
+
+
 def test_free_node_has_one_waiting_claim_made_anew_and_not_all_of_its_rack() -> None:
     it = running("aaaaa", 4)
     (spare,) = it.nodes.keys() - {it.node(rank) for rank in range(4)}

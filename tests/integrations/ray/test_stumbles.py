@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from resilience.integrations.ray.plan import Seen, decide
+from dataclasses import replace
+
+from resilience.integrations.ray.plan import ENDING_S, MARGIN_S, Seen, decide
 from resilience.integrations.ray.state import Phase, State
 from resilience.integrations.ray.stumbles import CALM_S, MOST, Stumbles, begun_anew, recovered, stumbled
 
@@ -51,6 +53,32 @@ def test_stumble_while_a_job_stops_is_noted_and_leaves_the_reason_alone() -> Non
     state = refused(it.state, 2 * MOST)
     assert (state.phase, state.reason) == (Phase.STOPPING, "a stop was asked for")
     assert "Invalid label selector" in state.lines[-1]
+
+
+def test_job_that_ends_while_nobody_can_look_is_over_after_a_while_and_nothing_of_it_is_wanted() -> None:
+    it = world("aa", 2)
+    it.tick()
+    state, now = refused(it.state, MOST), 1000.0 + MOST
+    assert state.phase is Phase.ENDING
+    assert any(slot.claim for slot in state.slots)
+    stumbles = Stumbles("ValueError: no", 2 * MOST, now)
+    assert stumbled(state, stumbles, state.since + ENDING_S).phase is Phase.ENDING
+    over = stumbled(state, stumbles, state.since + ENDING_S + 1.0)
+    assert (over.phase, over.exit_code, over.reason) == (Phase.FAILED, 1, state.reason)
+    assert not any(slot.claim for slot in over.slots)
+    assert stumbled(over, stumbles, now + 100.0) == over
+
+
+def test_stop_is_heard_though_nobody_can_look_and_launchers_have_their_grace() -> None:
+    it = running("aa", 2, None)
+    stumbles = Stumbles("ValueError: no", 1, it.now)
+    state = stumbled(it.state, stumbles, it.now, stop=True, grace_s=25.0)
+    assert (state.phase, state.reason) == (Phase.STOPPING, "a stop was asked for")
+    state = replace(state, grace_s=40.0)  # a launcher has promised so much
+    still = stumbled(state, stumbles, it.now + 40.0 + MARGIN_S, stop=True, grace_s=25.0)
+    assert still.phase is Phase.STOPPING
+    over = stumbled(still, stumbles, it.now + 41.0 + MARGIN_S, stop=True, grace_s=25.0)
+    assert (over.phase, over.exit_code) == (Phase.STOPPED, 79)
 
 
 def test_launchers_that_a_dead_supervisor_may_not_have_asked_to_stop_have_their_whole_grace() -> None:
