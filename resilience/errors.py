@@ -25,7 +25,10 @@ raise for mistakes in the code that calls them.
 from __future__ import annotations
 
 import difflib
+import importlib
+import sys
 from collections.abc import Iterable
+from pathlib import Path
 from types import ModuleType
 
 
@@ -82,6 +85,19 @@ def double_colon(word: str) -> str:
 def nearest_class(name: str, module: ModuleType) -> str:
     """Return ``" Did you mean 'Drain'?"`` for the class of a module that is nearest to ``name``, or an empty string."""
     return nearest(name, [known for known, found in vars(module).items() if isinstance(found, type)])
+
+
+def imported(name: str) -> ModuleType:
+    """Import a module that somebody has named. Raises what the import does, and says where Python took another package for it."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        top = name.partition(".")[0]
+        found = getattr(sys.modules.get(top), "__file__", None) or ""
+        if not Path(top).is_dir() or not found or Path(top).resolve() in Path(found).resolve().parents:
+            raise
+        why = f"{error}. Python takes {top!r} for {found}: give the folder {top}/ an __init__.py, or another name"
+        raise ModuleNotFoundError(why, name=error.name) from error
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

@@ -275,6 +275,11 @@ def test_every_setting_is_documented_frozen_and_has_a_parser() -> None:
         Settings().timeouts.safety_factor = 1.0  # type: ignore[misc]
 
 
+def test_page_on_migration_names_every_setting() -> None:
+    page = (Path(__file__).parent.parent / "docs" / "migration.md").read_text()
+    assert [name for name in parameters() if f"`{name}`" not in page] == []
+
+
 def test_names_are_unique_over_the_components() -> None:
     assert len(parameters()) == sum(len(dataclasses.fields(component)) for component in config.COMPONENTS)
 

@@ -80,14 +80,14 @@ def given_up() -> bool:
 
     Hazard: a question to Ray from a process that is not connected starts a cluster on this host.
     """
-    if (ray := _connected()) is None:
+    if (ray := connected()) is None:
         return False
     me = ray.get_runtime_context().get_node_id()
     return any(it["NodeID"] == me and not it["Alive"] for it in ray.nodes())
 
 
-def _connected() -> Any:
-    """Return Ray, where this process is connected to a cluster."""
+def connected() -> Any:
+    """Return Ray, where this process is connected to a cluster; else ``None``."""
     if "ray" not in sys.modules:
         return None
     import ray  # noqa: PLC0415
@@ -97,7 +97,7 @@ def _connected() -> Any:
 
 def supervisor(job: str) -> Any:
     """Return the supervisor of a job, if Ray has one, in whatever state. Who is connected to no cluster has none."""
-    if not job or (ray := _connected()) is None:
+    if not job or (ray := connected()) is None:
         return None
     from resilience.integrations.ray.memory import NAMESPACE  # noqa: PLC0415
 

@@ -23,8 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from resilience.integrations.flags import says_where
-from resilience.integrations.ray import cause, fence, grace
+from resilience.integrations.ray import cause, fence, grace, surroundings
 from resilience.integrations.ray.process import Keeper, Order
 from resilience.integrations.ray.silence import Silence
 
@@ -82,8 +81,11 @@ class NodeAgent:
     def _understood(
         self, launch: int, flags: Sequence[str], variables: Mapping[str, str], cwd: str | None, stop: bool
     ) -> Order:
-        here = {name: value for name, value in config.environment().items() if not says_where(name)}
-        variables = {**here, **variables, config.ENV_ERROR_FILE: str(self._error_file)}
+        variables = {
+            **surroundings.given(flags, self._raylet),
+            **variables,
+            config.ENV_ERROR_FILE: str(self._error_file),
+        }
         if launch > self._told.launch:
             self._told = _Told(
                 launch, tuple(flags), variables, cwd, time.time(), grace.of_launcher(flags, variables, cwd)

@@ -11,7 +11,6 @@ NORMAL. What can be wrong with it is found at start-up by a rehearsal: the impor
 from __future__ import annotations
 
 import contextlib
-import importlib
 import inspect
 import json
 import logging
@@ -26,7 +25,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from resilience import kin
-from resilience.errors import ConfigError, double_colon, nearest_class
+from resilience.errors import ConfigError, double_colon, imported, nearest_class
 from resilience.failover.strategy import AgentFailureInfo, DynamicFailoverExtension, FailoverStrategy
 
 _LOG = logging.getLogger("resilience.launcher")
@@ -174,7 +173,7 @@ class _Wrong(Exception):  # noqa: N818 - reads as what it is
 def load(path: str) -> DynamicFailoverExtension:
     """Import ``module::Class`` and make the object; raise :class:`_Wrong` in words."""
     module_name, _, name = path.partition("::")
-    module = _said(f"module {module_name!r} can't be imported", lambda: importlib.import_module(module_name))
+    module = _said(f"module {module_name!r} can't be imported", lambda: imported(module_name))
     found = getattr(module, name, None)
     if not isinstance(found, type):
         raise _Wrong(f"module {module_name!r} has no class {name!r}.{nearest_class(name, module)}")

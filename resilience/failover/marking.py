@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import dataclasses
 import fcntl
-import importlib
 import importlib.metadata
 import inspect
 import json
@@ -31,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from resilience import kin
-from resilience.errors import ConfigError, double_colon, nearest, nearest_class
+from resilience.errors import ConfigError, double_colon, imported, nearest, nearest_class
 from resilience.failover.attempt import Attempt
 from resilience.failover.error_monitor import ErrorMonitor, NodeFault, from_message
 
@@ -107,7 +106,7 @@ def load(spec: str) -> ErrorMonitor:
     module_name, separator, name = word.partition("::")
     if separator and module_name and name:
         try:
-            module = importlib.import_module(module_name)
+            module = imported(module_name)
         except (ImportError, AttributeError, SyntaxError) as error:
             raise ConfigError(f"error_monitor={spec!r}: {error}. Nothing was started.") from error
         if not hasattr(module, name):

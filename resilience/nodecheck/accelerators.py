@@ -19,7 +19,7 @@ import importlib.metadata
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from resilience.errors import ConfigError, double_colon, nearest, nearest_class
+from resilience.errors import ConfigError, double_colon, imported, nearest, nearest_class
 
 GROUP = "resilience.accelerators"
 AUTO = "auto"
@@ -195,7 +195,7 @@ def _plain(word: str) -> str:
 def _from_module(word: str) -> Accelerator:
     module_name, _, name = word.partition("::")
     try:
-        module = importlib.import_module(module_name)
+        module = imported(module_name)
     except ModuleNotFoundError as error:
         raise ConfigError(f"accelerator={word!r}: {error}. Nothing was started.") from error
     if not hasattr(module, name):

@@ -90,9 +90,9 @@ class RayCluster:
         """Whether a node that was added is still there."""
         return node in self._racks
 
-    def add(self, variables: dict[str, str] | None = None, **labels: str) -> str:
+    def add(self, variables: dict[str, str] | None = None, cpus: int = 1, **labels: str) -> str:
         """Start one more node, with room for one launcher, and variables in its environment; return its id."""
-        node = str(self._ask({"add": labels, "variables": variables or {}}))
+        node = str(self._ask({"add": labels, "cpus": cpus, "variables": variables or {}}))
         self._racks[node] = labels.get("RACK_ID", "")
         return node
 
@@ -216,7 +216,8 @@ def serve(answers: int, grows: dict[str, int]) -> None:
         for line in sys.stdin:
             order = json.loads(line)
             if "add" in order:
-                node = cluster.add_node(num_cpus=1, labels=order["add"], env_vars=order["variables"], **arguments)
+                known = {"labels": order["add"], "env_vars": order["variables"]}
+                node = cluster.add_node(num_cpus=order["cpus"], **known, **arguments)
                 nodes[node.node_id] = node
                 answer(node.node_id)
             else:

@@ -77,9 +77,9 @@ class Site:
         self._own: list[str] = []
         self._trainings: list[Training] = []
 
-    def own_node(self, pen: str, rack: str = "a", **variables: str) -> str:
+    def own_node(self, pen: str, rack: str = "a", cpus: int = 1, **variables: str) -> str:
         """Have a node that only this test uses: jobs find it by its label ``pen``. It has variables in its environment."""
-        self._own.append(self.cluster.add(variables, pen=pen, RACK_ID=rack))
+        self._own.append(self.cluster.add(variables, cpus, pen=pen, RACK_ID=rack))
         return self._own[-1]
 
     def __enter__(self) -> Site:

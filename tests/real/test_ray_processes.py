@@ -125,6 +125,41 @@ def test_supervisor_that_stumbles_again_and_again_says_so_and_a_job_that_never_b
     wait_for(lambda: ray._private.state.actors(its_name._actor_id.hex())["State"] == "DEAD", "the supervisor's end")
 
 
+def test_ranks_share_the_cpus_that_ray_gives_their_actor_unless_people_say_otherwise(site: Site) -> None:
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+    from resilience.integrations.ray.node import NodeAgent
+
+    here = {
+        "num_cpus": 3,
+        "scheduling_strategy": NodeAffinitySchedulingStrategy(site.own_node("cpus", cpus=3), soft=False),
+    }
+    script = site.folder / "threads.py"
+    script.write_text(
+        "import os, sys\nopen(sys.argv[1] + os.environ['RANK'], 'w').write(os.environ['OMP_NUM_THREADS'])\n"
+    )
+
+    def threads(ranks: int, **by_people: str) -> list[str]:
+        env = {"runtime_env": {"env_vars": by_people}} if by_people else {}
+        actor = ray.remote(NodeAgent).options(max_concurrency=8, **here, **env).remote()
+        flags = [f"--nproc-per-node={ranks}", "--standalone", f"--ft-run-dir={site.folder}/run"]
+        try:
+            actor.order.remote(1, [*flags, str(script), str(site.folder / "told-")], {}, None, False)
+            said = wait_for(lambda: _ended(ray.get(actor.report.remote(), timeout=60)), "its end", PATIENCE_S)
+            assert said["code"] == 0, said
+        finally:
+            ray.kill(actor)
+        return [(site.folder / f"told-{rank}").read_text() for rank in range(ranks)]
+
+    assert threads(2) == ["1", "1"]
+    assert threads(1) == ["3"]
+    assert threads(2, OMP_NUM_THREADS="3") == ["3", "3"]
+
+
+def _ended(said: dict[str, Any]) -> dict[str, Any] | None:
+    return said if said["code"] is not None else None
+
+
 def test_process_that_is_connected_to_no_cluster_asks_whether_it_was_given_up_and_starts_none() -> None:
     code = (
         "import ray; from resilience.integrations.ray import fence\n"

@@ -110,7 +110,6 @@ def _job(values: JobValues, by: GangScheduler | None) -> dict[str, Any]:
         "completions": values.nodes,
         "parallelism": values.nodes,
         "backoffLimit": 3 * values.nodes if values.backoff_limit < 0 else values.backoff_limit,
-        "podReplacementPolicy": "Failed",
         "podFailurePolicy": {"rules": failure_rules()},
         "template": _template(values, by),
     }
