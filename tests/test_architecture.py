@@ -79,8 +79,8 @@ MAY_IMPORT = {
     },
     "_worker": {"pulse", "recording", *BASE},
     "__init__": {"checkpoint", "pulse", "recording", "errors"},
-    "__main__": {"checkpoint", "command", "launcher", "observe", "errors", "__init__"},
-    "run": {"launcher"},
+    "__main__": {"checkpoint", "command", "launcher", "observe", "errors", "kin", "__init__"},
+    "run": {"__main__"},
 }
 
 
