@@ -6,6 +6,7 @@ the node that needs one does, in a session of its own: it ends by itself when al
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import json
@@ -16,6 +17,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import BinaryIO
 
 from resilience.errors import LinkError
 from resilience.pulse import channel
@@ -86,9 +88,8 @@ def find_or_start(run: str, directory: str) -> str:
     # A path may be any bytes, which Python has as half characters: they have no UTF-8.
     job = run.encode("utf-8", "backslashreplace") + b"\0" + os.fsencode(directory)
     name = hashlib.blake2b(job, digest_size=10).hexdigest()
-    folder = private_folder()
-    path = str(folder / f"{name}.socket")
-    with open(folder / f"{name}.lock", "wb") as lock:
+    with _lock_file(f"{name}.lock") as lock:
+        path = str(Path(lock.name).with_suffix(".socket"))
         deadline = time.monotonic() + _START_S
         while True:  # ranks come at the same time: one of them starts it
             try:
@@ -101,8 +102,16 @@ def find_or_start(run: str, directory: str) -> str:
         if not _answers(path):
             Path(path).unlink(missing_ok=True)
             start(path)
-        (folder / f"{name}.lock").unlink(missing_ok=True)
+        Path(lock.name).unlink(missing_ok=True)
     return path
+
+
+def _lock_file(name: str) -> BinaryIO:
+    """Open a file in the private folder, which a saver that ends takes away if it was the last to need it."""
+    for _ in range(1000):
+        with contextlib.suppress(FileNotFoundError, FileExistsError):  # gone between two of our calls
+            return open(private_folder() / name, "wb")
+    raise LinkError(f"{private_folder()} can't be kept: something removes it again and again.")
 
 
 def _answers(path: str) -> bool:

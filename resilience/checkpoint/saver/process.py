@@ -121,13 +121,15 @@ class Saver:
                 book.leave()
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Let go of everything; of the path first, since whoever finds nobody there starts another saver."""
+        with contextlib.suppress(OSError):
+            os.unlink(self.path)  # noqa: PTH108
+            if self._launcher is None:
+                os.rmdir(os.path.dirname(self.path))  # noqa: PTH106, PTH120 - if others listen there, it stays
         self._clerk.close()
         self._desk.close()
         for book in self.books.values():
             book.close()
-        with contextlib.suppress(OSError):
-            os.unlink(self.path)  # noqa: PTH108
 
     def _hear_wake(self) -> None:
         with contextlib.suppress(BlockingIOError):
