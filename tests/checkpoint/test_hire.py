@@ -38,7 +38,8 @@ def test_folder_of_sockets_goes_with_the_last_saver_and_comes_again(saver_home: 
     os.kill(pid, signal.SIGTERM)
     wait_for(lambda: savers(saver_home) != [] and pid not in savers(saver_home), "the first to end", 30)
     assert [*folder.iterdir()] == [second]
-    os.kill(*savers(saver_home), signal.SIGTERM)
+    (other,) = savers(saver_home)
+    os.kill(other, signal.SIGTERM)
     wait_for(lambda: not savers(saver_home), "the other one to end", 30)
     assert not folder.exists()
     assert Path(hire.find_or_start("first", "/data/x")).is_socket()
