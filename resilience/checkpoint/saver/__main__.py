@@ -34,6 +34,9 @@ def main() -> None:
             os.write(settings["ready"], b"1")
         os.close(settings["ready"])
     saver.run()
+    if settings["detach"]:  # the folder is ours, without a launcher; if others listen there, it stays
+        with contextlib.suppress(OSError):
+            os.rmdir(os.path.dirname(settings["socket"]))  # noqa: PTH106, PTH120
 
 
 if __name__ == "__main__":

@@ -124,8 +124,6 @@ class Saver:
         """Let go of everything; of the path first, since whoever finds nobody there starts another saver."""
         with contextlib.suppress(OSError):
             os.unlink(self.path)  # noqa: PTH108
-            if self._launcher is None:
-                os.rmdir(os.path.dirname(self.path))  # noqa: PTH106, PTH120 - if others listen there, it stays
         self._clerk.close()
         self._desk.close()
         for book in self.books.values():
