@@ -205,6 +205,11 @@ def _refuse_surrogates(name: str, typed: Any) -> None:
             raise ValuesError(f"{name} has {text!r} in it, which is no text: it can't be written as UTF-8.")
 
 
+def _text(word: Any) -> str:
+    """Return what a value of a mapping says; yes and no as YAML writes them."""
+    return str(word).lower() if isinstance(word, bool) else str(word)
+
+
 def _is_word(given: Any) -> bool:
     return isinstance(given, (str, float)) or (isinstance(given, int) and given.bit_length() <= _MOST_BITS)
 
@@ -230,7 +235,7 @@ def _typed(name: str, given: Any, item: dataclasses.Field[Any]) -> Any:
         given, wanted = tuple(map(str, given)) if fits else given, "a list of words, or one line of them"
     elif isinstance(default, dict):
         fits = isinstance(given, Mapping) and all(map(_is_word, given.values()))
-        given, wanted = {str(k): str(v) for k, v in given.items()} if fits else given, "names and texts"
+        given, wanted = {str(k): _text(v) for k, v in given.items()} if fits else given, "names and texts"
     else:
         fits = type(given) is not bool and _is_word(given)
         given, wanted = str(given) if fits else given, "a text"

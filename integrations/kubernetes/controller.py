@@ -91,6 +91,8 @@ class Controller:
                 self._watchers.append(watcher)
             return self._loop(stop)
         finally:
+            if self._election is not None:
+                self._election.stand_back()  # watchers take their time to stop: it would lead once more meanwhile
             for watcher in self._watchers:
                 watcher.stop(0.0 if stop.is_set() else 2.0)
             if self._election is not None:

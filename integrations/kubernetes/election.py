@@ -2,7 +2,7 @@
 
 1) (replica) calls ``try_once()`` every few seconds, in a thread of its own
 2) (replica) acts while ``leading()``; that ends by its own clock, before the others' patience does
-3) (replica) calls ``release()`` when it ends, so that another one takes over at once
+3) (replica) calls ``stand_back()`` when it is about to end, and ``release()`` when it has, so that another one takes over at once
 
 A holder is taken for dead when its record did not change for the lease's duration by the observer's own clock: those of hosts
 are never compared. Whoever writes sends along the version it has read; of two that try at once one gets a conflict.
@@ -56,9 +56,13 @@ class Election:
         """Return which other replica had the lease when it was last looked at; empty where none had."""
         return self._seen[0] if self._seen[0] != self._me else ""
 
+    def stand_back(self) -> None:
+        """Neither take nor renew the lease any more."""
+        self._stop.set()
+
     def release(self) -> None:
         """Stand back, and let another one take over."""
-        self._stop.set()
+        self.stand_back()
         if self._thread.is_alive():
             self._thread.join(_RELEASE_S)
         if not self.leading():

@@ -5,6 +5,7 @@ Exit code 80 alone marks nothing: where every node of a job fails its check, all
 whose node failed by itself has written its message before it ends, and one that was killed before does not end with 80.
 
 Rule: a pod can get the node marked that it ran on, and no other, whatever its message claims. Only pods of the selector are heard.
+A bare code is that of the pod's main container: others have codes of their own, as git's 128 for anything that went wrong.
 
 Hazard: a broken driver that is rolled out everywhere would take out the cluster. So there is a brake: so many nodes an hour, then a
 growing pause with an error in the log. What is held back is done later, not forgotten. Nodes are counted, not failures: a pod that
@@ -77,13 +78,21 @@ def _code(ended: Mapping[str, Any]) -> int:
     return int(ended.get("exitCode", 0))
 
 
+def _main(pod: Thing) -> str:
+    """Return the container that trains: the one that ``kubectl logs`` shows unless it is told another."""
+    named = (pod["metadata"].get("annotations") or {}).get("kubectl.kubernetes.io/default-container")
+    listed = pod.get("spec", {}).get("containers") or [{}]
+    return str(named or listed[0].get("name", ""))
+
+
 def _ends(pod: Thing) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield how the pod's containers ended, now and the last time, with what tells one end from another."""
-    status = pod.get("status") or {}
+    """Yield how the pod's containers ended, now and the last time, with what tells one end from another. Those of others than the
+    main one count if they have a message of ours."""
+    status, main = pod.get("status") or {}, _main(pod)
     for container in [*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ())]:
         for state in ("lastState", "state"):
             ended: dict[str, Any] = (container.get(state) or {}).get("terminated") or {}
-            if ended:
+            if ended and (container["name"] == main or from_message(str(ended.get("message") or "")) is not None):
                 which = ended.get("containerID") or ended.get("finishedAt") or container.get("restartCount", 0)
                 yield f"{pod['metadata']['uid']}/{container['name']}/{which}", ended
 

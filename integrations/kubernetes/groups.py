@@ -15,6 +15,7 @@ not ready or not there: the launchers' rendezvous has let go of it by then.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
@@ -24,7 +25,7 @@ from resilience.integrations.kubernetes import events, placement, pods
 from resilience.integrations.kubernetes.api import Api, Conflict, KubernetesError, NotFound, Unreachable
 from resilience.integrations.kubernetes.members import Member, member
 from resilience.integrations.kubernetes.memory import Memory, Record
-from resilience.integrations.kubernetes.observing import is_over, observe, waiting
+from resilience.integrations.kubernetes.observing import idle, is_anothers, is_over, observe, stranded, waiting
 from resilience.integrations.kubernetes.parts import DELETED, NODES, Kind, Thing
 from resilience.integrations.kubernetes.pauses import Pauses
 
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger("resilience.kubernetes")
 AVOID_S = 3600.0  # the old rack is avoided for as long at most: it may be the only one that is ever free again
 _STUCK_S = 60.0
+_LOOK_AGAIN_S = 15.0  # at a node that carries a job's label: it may have been registered again
 Key = tuple[str, str]
 
 
@@ -57,7 +59,7 @@ class Groups:
         self._jobs: dict[str, Key] = {}  # by a pod's uid
         self._dirty: set[Key] = set()
         self._pauses: Pauses[Key] = Pauses()
-        self._labelled: set[tuple[Key, str]] = set()
+        self._labelled: dict[tuple[Key, str], float] = {}  # when that was last seen to be so
 
     @classmethod
     def build(cls, api: Api, options: Options) -> Groups:
@@ -127,6 +129,10 @@ class Groups:
         known = self._pods.get(key, {})
         members = [member(pod) for pod in known.values()]
         before = self._records.get(key)
+        if before is not None and is_anothers(before, members):
+            _LOG.info("job %s was made anew: what was remembered of the one before is forgotten.", "/".join(key))
+            self._end(before, gone=False)
+            before = None
         if before is None and not any(it.place.known for it in members):
             return  # no groups here
         record = observe(before or Record(*key), members, now)
@@ -135,8 +141,8 @@ class Groups:
         if is_over(record, members, now, AVOID_S):
             self._end(record, not known)
             return
-        if not any(it.filled or it.waits for it in members):
-            record.state = escalation.paused(record.state, now)  # a job that has ended waits for nobody
+        record.state = escalation.paused(record.state, idle(record, members))
+        record.state = escalation.renewed(record.state, self._rules, now, stranded(record, members))
         decided = escalation.due(record.state, self._rules, now, waiting(record, members))
         for decision in decided:
             self._write_down(record, decision, members, now)
@@ -222,8 +228,9 @@ class Groups:
             for node, since in list(record.marked.items()):
                 if now - since > AVOID_S:
                     self._unmark(record, [node])
-                else:
+                elif now - self._labelled.get((record.key, node), -_LOOK_AGAIN_S) >= _LOOK_AGAIN_S:
                     self._mark(record, node)
+                    self._labelled[record.key, node] = now
         elif record.marked:
             self._unmark(record)
         by_uid = {it.uid: it for it in members}
@@ -233,22 +240,20 @@ class Groups:
             self._make(record, members)
 
     def _mark(self, record: Record, node: str) -> None:
-        """Keep the job's pods away from a node."""
-        if (record.key, node) in self._labelled:
-            return
-        try:
+        """Keep the job's pods away from a node; from one that was registered again too."""
+        with contextlib.suppress(NotFound):
             found = self._api.get(NODES, node)
-            meta: dict[str, Any] = {"labels": {placement.avoid_key(*record.key): "true"}}
+            avoid = placement.avoid_key(*record.key)
+            meta: dict[str, Any] = {"labels": {avoid: "true"}}
             change: dict[str, Any] = {"metadata": meta}
             taint = _taint(record)
             taints = found["spec"].get("taints") or []
-            if self._options.taint_old_rack and taint not in taints:
+            lacks_taint = self._options.taint_old_rack and taint not in taints
+            if lacks_taint:
                 meta["resourceVersion"] = found["metadata"]["resourceVersion"]
                 change["spec"] = {"taints": [*taints, taint]}
-            self._acting().patch(NODES, node, change)
-        except NotFound:
-            record.marked.pop(node, None)
-        self._labelled.add((record.key, node))
+            if lacks_taint or avoid not in (found["metadata"].get("labels") or {}):
+                self._acting().patch(NODES, node, change)
 
     def _unmark(self, record: Record, names: Sequence[str] | None = None) -> None:
         """Let the job's pods come to nodes again."""
@@ -270,7 +275,7 @@ class Groups:
             except NotFound:
                 pass
             record.marked.pop(node, None)
-            self._labelled.discard((record.key, node))
+            self._labelled.pop((record.key, node), None)
 
     def _evict(self, record: Record, it: Member, now: float) -> None:
         """Have a pod go; by force only where it can't go otherwise, and where nobody but us would make it again."""

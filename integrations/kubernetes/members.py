@@ -29,6 +29,7 @@ _INDICES = (
     "training.kubeflow.org/replica-index",
     "apps.kubernetes.io/pod-index",
 )
+_JOBSET = "jobset.sigs.k8s.io/jobset-name"  # it makes its Jobs anew at each of its restarts
 ANONYMOUS = "pod/"  # begins the seats of pods that can't be told apart
 
 
@@ -43,6 +44,7 @@ class Member:
     node: str
     created: str
     owner: Mapping[str, Any] | None  # who makes it again; nobody for a plain pod
+    origin: str  # uid of the owner that lives as long as the job; empty where nobody knows that
     phase: str
     leaving: bool
     why: str
@@ -51,6 +53,11 @@ class Member:
     def filled(self) -> bool:
         """Whether it has a node and has not ended."""
         return bool(self.node) and not self.leaving and self.phase not in ("Failed", "Succeeded")
+
+    @property
+    def lives(self) -> bool:
+        """Whether it has a node, or waits for one."""
+        return self.filled or self.waits
 
     @property
     def finished(self) -> bool:
@@ -79,6 +86,7 @@ def member(pod: Thing) -> Member:
         node=str(pod.get("spec", {}).get("nodeName") or ""),
         created=str(meta.get("creationTimestamp") or ""),
         owner=owner,
+        origin="" if owner is None or _JOBSET in (meta.get("labels") or {}) else str(owner["uid"]),
         phase=str(status.get("phase") or "Pending"),
         leaving=bool(meta.get("deletionTimestamp")),
         why=_why(meta, status),

@@ -44,7 +44,7 @@ class Seat:
 class Record:
     """All that is remembered of one job. ``plain``: manifests of pods that nobody else would make again, by seat; ``doomed``: pods
     that are to go, uid by name; ``marked``: nodes that carry the job's label, and since when; ``telling``: what was decided, and
-    of which objects an Event is to say so."""
+    of which objects an Event is to say so; ``origins``: uids of the owners that the job's pods were last seen to have."""
 
     namespace: str
     job: str
@@ -55,6 +55,7 @@ class Record:
     making: list[str] = field(default_factory=list)  # seats whose plain pods are to be made again
     marked: dict[str, float] = field(default_factory=dict)
     telling: list[dict[str, Any]] = field(default_factory=list)
+    origins: list[str] = field(default_factory=list)
 
     @property
     def key(self) -> tuple[str, str]:

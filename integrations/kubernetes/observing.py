@@ -17,6 +17,9 @@ from resilience.groups import escalation
 def observe(record: Record, members: Sequence[Member], now: float) -> Record:
     """Return the record after a look at all pods of the job."""
     found = copy.deepcopy(record)
+    found.state = escalation.not_ahead(found.state, now)  # another replica's clock may have been ahead
+    found.marked = {node: min(since, now) for node, since in found.marked.items()}
+    found.origins = _origins(members) or found.origins
     doomed = set(record.doomed.values())
     held = {it.seat: it for it in members if it.filled and it.uid not in doomed}
     for it in members:
@@ -82,6 +85,33 @@ def _taken_away(record: Record, members: Sequence[Member]) -> None:
             for name in names:
                 _leave(record, name)
             record.state = escalation.over(record.state, group)
+
+
+def is_anothers(record: Record, members: Sequence[Member]) -> bool:
+    """Whether the record is of an earlier job of the same name: all pods that live now have owners that it does not know."""
+    origins = set(_origins(members))
+    return bool(record.origins and origins) and not {*record.origins, ""} & origins
+
+
+def _origins(members: Sequence[Member]) -> list[str]:
+    return sorted({it.origin for it in members if it.lives})
+
+
+def idle(record: Record, members: Sequence[Member]) -> set[str]:
+    """Return the groups in which nobody has a node. Nothing holds them where they were: whoever makes their pods again may have
+    them placed anywhere, and a job that has ended waits for nobody. Plain pods of a job that lives are made again here only."""
+    held = {record.seats[it.seat].group for it in members if it.filled and it.seat in record.seats}
+    if any(it.lives for it in members):
+        held |= {record.seats[name].group for name in record.plain if name in record.seats}
+    return record.state.incidents.keys() - held
+
+
+def stranded(record: Record, members: Sequence[Member]) -> set[str]:
+    """Return the groups with a plain pod that was lost after all that a move is to make again was made: nobody else makes it."""
+    if record.doomed or record.making:
+        return set()
+    there = {it.seat for it in members if it.lives}
+    return {seat.group for name, seat in record.seats.items() if name in record.plain and name not in there}
 
 
 def waiting(record: Record, members: Sequence[Member]) -> dict[str, str]:

@@ -272,9 +272,10 @@ def move_groups(rules: Rules, state: State, seen: Seen, now: float) -> State:
     """Move a group whose lost node has waited too long, as a whole, to where there is room for all of it."""
     if rules.label is None:
         return state
-    state = _renewed(rules, state, now)
     # A move needs room elsewhere: that bounds it.
     limits = escalation.Rules(rules.threshold_s, state.groups.moves + len(state.racks))
+    groups = escalation.renewed(state.groups, limits, now, list(state.groups.incidents))
+    state = dataclasses.replace(state, groups=groups)
     for decision in escalation.due(state.groups, limits, now):
         group = int(decision.group)
         members = [slot for slot in state.slots if slot.group == group]
@@ -295,17 +296,6 @@ def move_groups(rules: Rules, state: State, seen: Seen, now: float) -> State:
         state = dataclasses.replace(state, racks=racks, groups=groups)
         why = decision.reason.partition(" (threshold")[0]
         state = noted(state, now, f"{why}: group {group} moves from {rules.label}={left} to {rack}")
-    return state
-
-
-def _renewed(rules: Rules, state: State, now: float) -> State:
-    """Begin a new incident for a group that moved and, as long as the threshold again, has not found all of its nodes."""
-    for group, incident in list(state.groups.incidents.items()):
-        if incident.moved_at is not None and now - incident.moved_at >= rules.threshold_s:
-            groups = escalation.over(state.groups, group)
-            for member, absence in incident.absent.items():
-                groups = escalation.lost(groups, group, member, incident.moved_at, absence.why)
-            state = dataclasses.replace(state, groups=groups)
     return state
 
 

@@ -2,12 +2,13 @@
 
 1) ``lost``    (controller) a member has failed or is gone: its replacement is awaited, the clock of the group's incident runs
 2) ``placed``  (controller) a member, or its replacement, has a node: that much of the incident is over
-   ``paused``  (controller) nothing of the job lives: it has ended, or begins anew; nobody waits
+   ``paused``  (controller) nothing holds a group where it was: it has ended, or may begin anywhere; nobody waits
 3) ``due``     (controller) asks what follows now: move a group, or say once why it is not moved
 4) ``moved``   (controller) the group's members were all told to go: they are awaited elsewhere
+   ``renewed`` (controller) as long as the threshold later some are still missed, whom waiting does not bring: a new incident
 
 Rule: a group moves once per incident. An incident begins with the first member that is lost and ends when every member has a node.
-What is lost while a group moves belongs to its incident.
+What is lost while a group moves belongs to its incident, until that is renewed.
 
 Hazard: the clock is that of the API server's world, in seconds since 1970, and kept over restarts of the controller; it may jump.
 A jump back delays a move, a jump ahead makes it early. Neither makes a second one.
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -119,17 +120,10 @@ def over(state: State, group: str) -> State:
     return dataclasses.replace(state, incidents={key: it for key, it in state.incidents.items() if key != group})
 
 
-def paused(state: State, now: float) -> State:
-    """Start the clocks anew: nothing of the job lives at present, so nobody waits. Groups that move are not concerned."""
-    incidents = {
-        group: it
-        if it.moved_at is not None
-        else dataclasses.replace(
-            it, absent={name: dataclasses.replace(one, since=now) for name, one in it.absent.items()}
-        )
-        for group, it in state.incidents.items()
-    }
-    return dataclasses.replace(state, incidents=incidents)
+def paused(state: State, groups: Collection[str]) -> State:
+    """Forget the incidents of groups in which nobody waits: the clocks begin anew with the next loss. Those that move stay."""
+    left = {group: it for group, it in state.incidents.items() if it.moved_at is not None or group not in groups}
+    return dataclasses.replace(state, incidents=left)
 
 
 def not_ahead(state: State, now: float) -> State:
@@ -178,6 +172,18 @@ def moved(state: State, group: str, members: Sequence[str], now: float) -> State
     absent = {name: incident.absent.get(name, Absence(now, "moved with its group")) for name in members}
     after = _with(state, group, dataclasses.replace(incident, absent={**incident.absent, **absent}, moved_at=now))
     return dataclasses.replace(after, moves=state.moves + 1)
+
+
+def renewed(state: State, rules: Rules, now: float, groups: Collection[str]) -> State:
+    """Begin a new incident for those of the groups that moved and have missed somebody for the threshold again."""
+    for group in groups:
+        incident = state.incidents.get(group)
+        if incident is None or incident.moved_at is None or now - incident.moved_at < rules.threshold_s:
+            continue
+        since = incident.moved_at
+        absent = {name: dataclasses.replace(item, since=since) for name, item in incident.absent.items()}
+        state = _with(state, group, Incident(absent))
+    return state
 
 
 def refused(state: State, group: str) -> State:

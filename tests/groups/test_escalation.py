@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from resilience.groups.escalation import Rules, State, due, lost, moved, over, paused, placed, refused
+from resilience.groups.escalation import Rules, State, due, lost, moved, over, paused, placed, refused, renewed
 
 RULES = Rules()
 WHY = "its node is gone"
@@ -92,12 +92,26 @@ def test_member_that_is_reported_lost_again_does_not_restart_the_clock() -> None
 
 
 def test_job_of_which_nothing_lives_waits_for_nobody_and_its_clock_starts_anew() -> None:
-    state = lost(State(), "0", "pod-1", 0.0, WHY)
-    state = paused(state, 10_000.0)
-    assert not due(state, RULES, 10_299.0)
-    assert due(state, RULES, 10_300.0)
+    state = lost(lost(State(), "0", "pod-1", 0.0, WHY), "1", "pod-2", 0.0, WHY)
+    state = paused(state, {"0"})
+    assert paused(state, {"0"}) == state, "or it would be written anew in every round"
+    state = lost(state, "0", "pod-1", 10_000.0, WHY)
+    assert [one.group for one in due(state, RULES, 10_299.0)] == ["1"]
+    assert [one.group for one in due(state, RULES, 10_300.0)] == ["1", "0"]
     moving = moved(state, "0", ["pod-1"], 10_300.0)
-    assert paused(moving, 20_000.0) == moving
+    assert paused(moving, {"0"}) == moving
+
+
+def test_group_that_moved_and_still_misses_somebody_moves_again_after_the_threshold_within_its_bounds() -> None:
+    state = moved(lost(State(), "0", "pod-1", 0.0, WHY), "0", ["pod-1", "pod-2"], 300.0)
+    state = placed(state, "0", "pod-2")
+    assert renewed(state, RULES, 599.0, {"0"}) == state
+    assert renewed(state, RULES, 600.0, {"1"}) == state
+    again = renewed(state, RULES, 600.0, {"0"})
+    (decision,) = due(again, RULES, 600.0)
+    assert decision.move
+    assert "pod-1" in decision.reason
+    assert again.moves == 1
 
 
 def test_clock_of_an_incident_is_that_of_the_member_that_waits_longest() -> None:

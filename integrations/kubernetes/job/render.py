@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import Any
 
 from resilience.integrations.flags import unknown_accelerator
-from resilience.integrations.kubernetes.job.values import NO_GANG, JobValues, quantity
+from resilience.integrations.kubernetes.job.values import FROM_THE_POD, NO_GANG, JobValues, quantity
 from resilience.integrations.kubernetes.placement import away_from_nodes_left
 from resilience.integrations.kubernetes.podgroups.jobs import GANG, MIN_MEMBER, PRIORITY, QUEUE, SCHEDULER_NAME
 from resilience.integrations.kubernetes.podgroups.schedulers import GangScheduler, Marks, scheduler
@@ -22,7 +22,6 @@ from resilience.integrations.values import launcher_flags
 
 from resilience.failover import exits
 from resilience.failover.failure import HARDWARE_CODES
-from resilience.groups import topology
 
 JOB_LABEL = "resilience.dev/job"
 CONTAINER = "train"
@@ -241,13 +240,5 @@ def arguments(values: JobValues) -> list[str]:
 
 
 def _environment(values: JobValues) -> list[dict[str, Any]]:
-    told = {
-        "RESILIENCE_NODE_NAME": "spec.nodeName",  # a node that is marked, excluded or counted is one of the cluster's
-        "POD_NAME": "metadata.name",
-        "POD_IP": "status.podIP",
-        "JOB_UID": "metadata.labels['controller-uid']",  # the one with a prefix came with Kubernetes 1.27
-        "RESILIENCE_NODE_GROUP": f"metadata.labels['{topology.NAME_LABEL}']",  # empty where the Pod has none
-        "RESILIENCE_NODE_GROUP_INDEX": f"metadata.labels['{topology.INDEX_LABEL}']",
-    }
-    fields = [{"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}} for name, path in told.items()]
+    fields = [{"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}} for name, path in FROM_THE_POD.items()]
     return [*fields, *({"name": name, "value": text} for name, text in values.env.items())]

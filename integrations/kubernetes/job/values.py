@@ -23,6 +23,7 @@ from resilience.integrations.kubernetes.podgroups.schedulers import SCHEDULERS
 from resilience.integrations.values import ValuesError, settle, value
 
 from resilience.errors import nearest
+from resilience.groups import topology
 
 NO_GANG = "none"
 _OF_THE_GANG = ("scheduler_name", "queue", "priority", "controller")
@@ -30,6 +31,15 @@ _NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _QUANTITY = re.compile(r"([0-9]+(?:\.[0-9]+)?)([EPTGMk]i?|Ki|m|)")
 _SCALE = {"": 1.0, "m": 0.001, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "E": 1e18}
 _SCALE |= {f"{unit}i": 1024.0**power for power, unit in enumerate("KMGTPE", 1)}
+FROM_THE_POD = {
+    "RESILIENCE_NODE_NAME": "spec.nodeName",  # a node that is marked, excluded or counted is one of the cluster's
+    "POD_NAME": "metadata.name",
+    "POD_IP": "status.podIP",
+    "JOB_UID": "metadata.labels['controller-uid']",  # the one with a prefix came with Kubernetes 1.27
+    "RESILIENCE_NODE_GROUP": f"metadata.labels['{topology.NAME_LABEL}']",  # empty where the Pod has none
+    "RESILIENCE_NODE_GROUP_INDEX": f"metadata.labels['{topology.INDEX_LABEL}']",
+}
+"""Variables of the container that the rendered job sets itself, and the field of the Pod that each is of."""
 _LONGEST = 63  # of a host name
 _LEAST_MEMORY = 64 * 1024.0**2
 _FORMS = {"image": words.image, "namespace": words.namespace, "gpu_resource": words.label_key}
@@ -155,6 +165,8 @@ class JobValues:
         told = [(name, getattr(self, name), form) for name, form in _FORMS.items() if getattr(self, name)]
         told += [("image_pull_secrets", name, words.name) for name in self.image_pull_secrets]
         told += [("env", name, words.variable) for name in self.env]
+        for name in FROM_THE_POD.keys() & self.env.keys():
+            raise ValuesError(f"env: {name} is taken: the job sets it itself, from its Pod. Leave it out.")
         for key, text in self.node_selector.items():
             told += [("node_selector", key, words.label_key), ("node_selector", text, words.label_value)]
         for name, text, form in told:

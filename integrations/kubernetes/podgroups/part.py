@@ -48,6 +48,7 @@ class PodGroups:
         ] = {}  # uids of Pods, by the uid of what controls them or by what their labels name
         self._ready: dict[str, Wish] = {}  # by a job's uid: the group that is there
         self._groups: dict[tuple[Kind, str, str], Thing] = {}  # as they were told
+        self._refused: dict[tuple[Kind, str, str], set[str]] = {}  # uids of jobs for which a group is somebody else's
 
     @classmethod
     def build(cls, api: Api, options: object) -> PodGroups:
@@ -113,14 +114,15 @@ class PodGroups:
 
     def _group(self, kind: Kind, verb: str, group: Thing) -> None:
         key = (kind, group["metadata"].get("namespace", ""), group["metadata"]["name"])
+        owners = group["metadata"].get("ownerReferences") or ()
+        concerned = {str(one.get("uid", "")) for one in owners if one.get("controller")}
         if verb == DELETED:
             self._groups.pop(key, None)
+            concerned |= self._refused.pop(key, set())
         else:
             self._groups[key] = group
-        for reference in group["metadata"].get("ownerReferences") or ():
-            uid = str(reference.get("uid", ""))
-            if reference.get("controller") and uid in self._jobs:
-                self._settle(uid)
+        for uid in sorted(concerned & self._jobs.keys()):
+            self._settle(uid)
 
     @staticmethod
     def _keys(pod: Thing) -> list[str]:
@@ -169,6 +171,7 @@ class PodGroups:
         try:
             done, self._groups[key] = ensure(self._api, group, by)
         except Refused as refusal:
+            self._refused.setdefault(key, set()).add(str(job["metadata"]["uid"]))
             self._tell.warn(job, refusal.warning)
             return False
         except Later as error:

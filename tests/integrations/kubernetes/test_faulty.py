@@ -114,3 +114,22 @@ def test_commands_are_listed_and_a_typo_names_the_nearest(capsys: pytest.Capture
     assert all(f"\n  {name} " in shown for name in ("controller", "job", "manifests", "podgroup", "uncordon"))
     assert main(["uncorden"]) == 2
     assert "Did you mean 'uncordon'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["initContainerStatuses", "containerStatuses"])
+def test_bare_code_of_another_container_than_the_one_that_trains_tells_nothing_of_the_node(kind: str) -> None:
+    """git ends with 128 for anything that goes wrong."""
+    thing = pod("p", node="gpu-7", code=1)
+    other = {**ended(128)["containerStatuses"][0], "name": "clone"}
+    thing["status"].setdefault(kind, []).append(other)
+    assert not list(failures(thing))
+    other["state"]["terminated"]["message"] = NodeFault("gpu-7", "NodeCheckFailed", "wrong").as_message()
+    assert [it.fault.reason for it in failures(thing)] == ["NodeCheckFailed"], "a check in an init container says so"
+
+
+def test_pod_says_which_of_its_containers_trains() -> None:
+    thing = pod("p", node="gpu-7", code=201)
+    thing["spec"]["containers"].insert(0, {"name": "proxy", "image": "none"})
+    assert not list(failures(thing)), "the first one, if nothing is said"
+    thing["metadata"]["annotations"]["kubectl.kubernetes.io/default-container"] = "main"
+    assert [it.fault.reason for it in failures(thing)] == ["DriverError"]

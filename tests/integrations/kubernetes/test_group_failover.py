@@ -320,3 +320,113 @@ def test_template_that_cant_avoid_the_rack_is_said_and_one_that_can_is_not(
     assert "may come back to the same rack" in caplog.text
     with pytest.raises(NotFound):
         cluster.api.get(PODS, "w1", cluster.name)
+
+
+def test_job_that_has_failed_is_not_written_down_again_and_again(cluster: Cluster) -> None:
+    two_groups(cluster, owned=True)
+    hand = Hand(cluster)
+    hand.tick(0.0)
+    for name in cluster.pods():
+        cluster.say(name, ended(77))
+    hand.tick(10.0)
+    (before,) = state_of(cluster)
+    for now in range(11, 16):
+        hand.tick(float(now))
+    (after,) = state_of(cluster)
+    assert after["metadata"]["resourceVersion"] == before["metadata"]["resourceVersion"]
+
+
+def test_group_that_has_no_node_left_is_free_to_go_anywhere_and_no_rack_is_barred_to_it(cluster: Cluster) -> None:
+    """As after a maintenance of the whole rack: what waits is held by nothing, and its old nodes are as good as others."""
+    two_groups(cluster, owned=True)
+    hand = Hand(cluster)
+    hand.tick(0.0)
+    for number in range(2):
+        cluster.gone(f"w{number}")
+        member(cluster, number, f"w{number}-b", owned=True, placed=False)
+    hand.tick(10.0)
+    hand.tick(9999.0)
+    assert {"w0-b", "w1-b"} <= set(cluster.pods())
+    assert not avoided(cluster)
+    bind(cluster, "w0-b", "0")  # its rack has one node, and not two
+    hand.tick(10000.0)
+    hand.tick(10299.0)
+    assert not avoided(cluster), "from now on somebody is held there, and another one waits"
+    hand.tick(10300.0)
+    assert avoided(cluster) == {"0", "1"}
+
+
+def test_job_that_was_made_anew_under_its_name_inherits_no_incident_and_no_marks(cluster: Cluster) -> None:
+    two_groups(cluster, owned=True)
+    hand = Hand(cluster)
+    hand.tick(0.0)
+    cluster.gone("w1")
+    member(cluster, 1, "w1-b", owned=True, placed=False)
+    hand.tick(10.0)
+    hand.tick(310.0)
+    assert avoided(cluster) == {"0", "1"}
+    for name in cluster.pods():
+        cluster.gone(name)
+    anew = owned_by("Job", "train", "99999999-2222-3333-4444-555555555555")
+    for number in range(4):
+        cluster.pod(f"w{number}-n", owner=anew, index=number)
+    hand.tick(320.0)
+    assert not avoided(cluster)
+    hand.tick(9999.0)
+    assert set(cluster.pods()) == {f"w{number}-n" for number in range(4)}, "none of them was evicted"
+    assert not leaving(cluster)
+
+
+def test_node_that_is_registered_again_while_its_group_moves_is_avoided_too(cluster: Cluster) -> None:
+    two_groups(cluster, owned=True)
+    hand = Hand(cluster)
+    hand.tick(0.0)
+    cluster.gone("w1")
+    member(cluster, 1, "w1-b", owned=True, placed=False)
+    hand.tick(10.0)
+    hand.tick(310.0)
+    cluster.api.delete(NODES, f"{cluster.name}-0")
+    hand.tick(330.0)
+    cluster.node("0", rack="r0")
+    assert avoided(cluster) == {"1"}
+    hand.tick(350.0)
+    assert avoided(cluster) == {"0", "1"}
+
+
+def test_plain_pod_that_is_lost_while_its_group_moves_is_made_again_after_the_threshold(cluster: Cluster) -> None:
+    two_groups(cluster, owned=False)
+    hand = Hand(cluster)
+    hand.tick(0.0)
+    cluster.say("w1", ended(76))
+    hand.tick(10.0)
+    hand.tick(310.0)
+    cluster.let_go()
+    hand.tick(312.0)
+    bind(cluster, "w0", "4")
+    cluster.say("w0", ended(14))
+    hand.tick(320.0)
+    bind(cluster, "w1", "5")
+    failed = cluster.pods()["w0"]["metadata"]["uid"]
+    hand.tick(609.0)
+    assert not leaving(cluster)
+    hand.tick(610.0)
+    assert leaving(cluster) == {"w1"}, "the rest of its group goes with it, as the first time"
+    cluster.let_go()
+    hand.tick(611.0)
+    pods = cluster.pods()
+    assert {"w0", "w1"} <= pods.keys()
+    assert pods["w0"]["metadata"]["uid"] != failed
+
+
+def test_clock_that_was_ahead_in_another_replica_holds_up_nobody_for_longer(cluster: Cluster) -> None:
+    two_groups(cluster, owned=True)
+    hand = Hand(cluster)
+    hand.tick(7200.0)
+    cluster.gone("w1")
+    member(cluster, 1, "w1-b", owned=True, placed=False)
+    hand.tick(7210.0)
+    hand.restart()
+    hand.tick(10.0)
+    assert not avoided(cluster)
+    hand.tick(310.0)
+    assert avoided(cluster) == {"0", "1"}

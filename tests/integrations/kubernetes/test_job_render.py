@@ -297,6 +297,8 @@ def test_rules_are_as_the_api_wants_them() -> None:
         ({"checkpoint_claim": "a", "checkpoint_size": "1Gi"}, "give one of them"),
         ({"image_pull_policy": "always"}, "Always, IfNotPresent or Never"),
         ({"env": ["A=1"]}, "names and texts"),
+        ({"env": {"POD_NAME": "p"}}, "the job sets it itself"),
+        ({"env": {"RESILIENCE_NODE_NAME": "n"}}, "the job sets it itself"),
         ({"controller": "yes"}, "true or false"),
         ({"accelerator": "nvidia"}, "network_check is off"),
     ],
@@ -304,6 +306,11 @@ def test_rules_are_as_the_api_wants_them() -> None:
 def test_values_that_can_not_be_meant_raise(wrong: dict[str, Any], said: str) -> None:
     with pytest.raises(ValuesError, match=said):
         from_mapping({**LLM, **wrong})
+
+
+def test_yes_and_no_of_a_variable_are_written_as_yaml_does() -> None:
+    told = {item["name"]: item.get("value") for item in container(made(env={"A": True, "B": False, "C": 1}))["env"]}
+    assert (told["A"], told["B"], told["C"]) == ("true", "false", "1")
 
 
 def test_missing_volume_and_missing_snapshot_memory_are_said() -> None:

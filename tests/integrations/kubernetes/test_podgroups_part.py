@@ -362,3 +362,21 @@ def test_pod_that_its_job_let_go_of_is_forgotten_and_the_others_are_labelled() -
     cluster.patch(KINDS["GenericJob"].kind, "job-sample", {"metadata": {"annotations": {"a": "b"}}}, NS)
     cluster.create(PODS, pod_of(job, "w-2"), NS)
     assert "scheduler.tensorstack.dev/group-name" in cluster.get(PODS, "w-2", NS)["metadata"]["labels"]
+
+
+def test_group_of_somebody_else_that_is_deleted_as_the_event_says_is_made_anew(cluster: MemoryCluster) -> None:
+    cluster.create(T9k.kind, scheduler("t9k").resource(PodGroup("job-sample", 2)), NS)
+    cluster.create(PODS, pod_of(submit(cluster)), NS)
+    assert cluster.events("GroupOfAnother")
+    cluster.delete(T9k.kind, "job-sample", NS)
+    assert cluster.get(T9k.kind, "job-sample", NS)["spec"]["minMember"] == 5
+    assert labels_of(cluster)[GROUP] == "job-sample"
+
+
+def test_second_job_of_a_name_gets_its_group_when_the_first_one_and_its_group_are_gone(cluster: MemoryCluster) -> None:
+    submit(cluster, "GenericJob")
+    other = submit(cluster, "MPIJob")
+    cluster.delete(KINDS["GenericJob"].kind, "job-sample", NS)
+    cluster.delete(T9k.kind, "job-sample", NS)
+    owner = cluster.get(T9k.kind, "job-sample", NS)["metadata"]["ownerReferences"][0]
+    assert owner["uid"] == other["metadata"]["uid"]
