@@ -153,6 +153,8 @@ def _told(call: str, given: Any, more: Mapping[str, Any]) -> dict[str, Any]:
 def _folder(call: str, given: Any) -> str:
     if not isinstance(given, (str, os.PathLike)) or not isinstance(path := os.fspath(given), str) or not path:
         raise ConfigError(f"{call}({given!r}): give the path of a folder.")
+    if "://" in path:
+        raise ConfigError(f"{call}({given!r}): that is a URL; give the path of a folder that the nodes can write to.")
     return path
 
 

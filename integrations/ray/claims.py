@@ -92,6 +92,8 @@ def lose(rules: Rules, state: State, rank: int, now: float, why: str) -> State:
     slot = state.slots[rank]
     if slot.finished:
         return state.with_slot(dataclasses.replace(slot, claim=0, node="", host=""))
+    if state.phase is Phase.STOPPING and slot.launch and slot.ended is None:  # nobody will tell how it left
+        state = dataclasses.replace(state, reason=f"{state.reason}; {slot.place} was lost: {why}")
     state = noted(state.with_slot(slot.vacated()), now, f"{slot.place} was lost: {why}")
     return missed(rules, state, slot, now, why)
 

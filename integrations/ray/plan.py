@@ -339,7 +339,9 @@ def _wind_up(rules: Rules, state: State, seen: Seen, now: float) -> State:
         return over(state, state.outcome, state.exit_code, state.reason, now)
     if finishing.is_done(rules, state):
         return over(state, Phase.SUCCEEDED, exits.FINISHED, "all launchers ended with 0", now)
-    how = [f"the launchers of nodes {', '.join(map(str, running))} were ended"] if running else []
+    several = len(running) > 1
+    who = f"launcher{'s' * several} of node{'s' * several} {', '.join(map(str, running))}"
+    how = [f"the {who} {'were' if several else 'was'} ended"] if running else []
     agreed = (None, exits.FINISHED, exits.PREEMPTED)
     how += [f"that of node {slot.rank} ended with {slot.ended}" for slot in state.slots if slot.ended not in agreed]
     return over(state, Phase.STOPPED, exits.PREEMPTED, "; ".join([state.reason, *how]), now)
@@ -349,9 +351,12 @@ def _leavers(state: State, seen: Seen, now: float) -> State:
     """Take note of launchers that end while the job does."""
     for slot in state.slots:
         known = seen.claims.get(slot.claim)
-        if not slot.launch or slot.ended is not None or known is None or known.launch != slot.launch:
+        if not slot.launch or slot.ended is not None or known is None:
             continue
-        if known.code is not None:
+        if known.life not in (slot.life, ""):
+            state = noted(state, now, f"the actor of node {slot.rank} died, and its launcher with it")
+            state = state.with_slot(dataclasses.replace(slot, ended=-signal.SIGKILL, ended_at=now))
+        elif known.launch == slot.launch and known.code is not None:
             state = noted(state, now, _end_of(slot, known.code, known.why))
             state = state.with_slot(dataclasses.replace(slot, ended=known.code, ended_at=now))
     return state

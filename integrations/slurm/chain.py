@@ -67,6 +67,9 @@ class Situation:
     max_requeues: int = MAX_REQUEUES
 
 
+_AT_STOP = "at the stop: "  # begins the cause of a failure after a request to stop
+
+
 @dataclass(frozen=True)
 class Decision:
     """``requeue`` or end with ``code``. ``exclude``: nodes that the job is not to get again."""
@@ -131,7 +134,8 @@ def _codes(now: Situation) -> list[int]:
 
 
 def _stopped(now: Situation, out: tuple[str, ...], kept: History) -> Decision:
-    """Say what follows a request to stop. One that fails in the same way again, and no step further, is counted."""
+    """Say what follows a request to stop. One that fails again, and no step further, is counted: be it with other words, which may
+    have a random name in them."""
     goes_on = "it goes on when it is started again"
     failed = _failed_at_stop(now)
     if not failed:
@@ -140,15 +144,15 @@ def _stopped(now: Situation, out: tuple[str, ...], kept: History) -> Decision:
         return Decision(True, exits.PREEMPTED, f"asked to stop{how}: {goes_on}", out, kept)
     code = _worst(now)
     code = exits.FAILED if code == exits.PREEMPTED else code
-    what, cause = f"asked to stop, and failed at it ({failed})", f"at the stop: {now.cause or f'exit code {code}'}"
-    if cause != kept.cause:
+    what, cause = f"asked to stop, and failed at it ({failed})", f"{_AT_STOP}{now.cause or f'exit code {code}'}"
+    if not kept.cause.startswith(_AT_STOP):
         why, kept = f"{what}: {goes_on}, from its last checkpoint", replace(kept, cause=cause)
         return Decision(True, code, why, out, kept, failed_at_stop=True)
     if kept.counted >= now.max_requeues:
         most = f"{kept.counted} requeues without progress are the most that are allowed (--max-requeues)"
         why = f"{what}, as at the last stop: {most}"
         return Decision(False, code, why, out, kept)
-    kept = replace(kept, counted=kept.counted + 1)
+    kept = replace(kept, counted=kept.counted + 1, cause=cause)
     why = f"{what}, as at the last stop: requeue {kept.counted} of {now.max_requeues} without progress"
     return Decision(True, code, why, out, kept, counted=True)
 

@@ -23,7 +23,8 @@ from resilience.errors import CheckpointError, LinkError
 from resilience.pulse import attach, channel
 
 _ANSWER_S = 30.0
-_MOVING_S = 60.0  # for a node that was that of rank 0 to let go of the directory
+_MOVING_S = 60.0  # for a node that was that of rank 0, or of a launcher held for lost, to let go of the directory
+_NAMELESS = ("", "none")  # torchrun calls all runs "none" that have no name
 _lines: weakref.WeakSet[Link] = weakref.WeakSet()
 
 
@@ -77,8 +78,12 @@ class Link:
         """Say hello; return this rank's memory if the saver has it from an earlier life. Raises for what the saver refuses."""
         with self._turn:
             self._slots = slots
-            moving = 0.0 if self._place.alone else _MOVING_S
-            return patiently(lambda: self._come_twice(slots), hire.DEADLINE_S, moving)
+            return patiently(lambda: self._come_twice(slots), hire.DEADLINE_S, self._patience_with)
+
+    def _patience_with(self, run: str) -> float:
+        """Return how long to wait for a run that has the directory: a node of this job may have it, that is not ours any more."""
+        ours = run == self._place.run and run not in _NAMELESS
+        return _MOVING_S if ours or not self._place.alone else 0.0
 
     def _come_twice(self, slots: int) -> tuple[Ledger, list[Slot]] | None:
         try:
@@ -213,4 +218,4 @@ def forget_lines() -> None:
 def _refused(answer: dict[str, Any]) -> NoReturn:
     if answer.get("leaving") is None:
         raise CheckpointError(str(answer["error"]))
-    raise DirectoryInUse(str(answer["error"]), leaving=bool(answer["leaving"]))
+    raise DirectoryInUse(str(answer["error"]), leaving=bool(answer["leaving"]), run=str(answer.get("run", "")))

@@ -143,7 +143,7 @@ class Court:
             if given is not None:
                 return given
         # A node that waits for a stopped monitor needs all of the time.
-        said += link.collect(timeout if stopping else timeout + 2.0, hurry=bool(stopping))
+        said += link.collect(timeout if stopping else timeout + 2.0)
         report = self._report(said, link, cycle)
         report["collectives"] = next((item["collectives"] for item in said if item["collectives"]), "")
         chosen = self._when_stopping(said, report, stopping) if stopping else None

@@ -125,9 +125,8 @@ class Link:
             self._alarm = text  # our own: the thread need not answer it
         return first
 
-    def collect(self, timeout: float, hurry: bool = False) -> list[dict[str, Any]]:
-        """Return what the other nodes testify; nodes that do not answer in time are left out. ``hurry``: everybody ends anyway,
-        so it need not be found out which of them are lost."""
+    def collect(self, timeout: float) -> list[dict[str, Any]]:
+        """Return what the other nodes testify; nodes that do not answer in time are left out, and lost if they have no pulse."""
         self.states(True)
         away = {self.me, *self._lost, *self._took_leave()}
         others = [node for node in range(len(self.nodes)) if node not in away]
@@ -141,7 +140,7 @@ class Link:
                     others.remove(node)
             if others:
                 time.sleep(0.05)
-        silent = [] if hurry else self.without_pulse(others)
+        silent = self.without_pulse(others)
         for node in others:
             host = self.nodes[node].host
             _LOG.warning("node %s (%s) did not testify within %g s.", node, host, timeout)

@@ -563,6 +563,31 @@ def test_directory_that_was_removed_or_moved_away_still_belongs_to_its_job(home:
     assert steps_in(tmp_path / "moved") == [4, 3]
 
 
+@pytest.mark.parametrize("holder", ["this-run", "another"])
+def test_earlier_life_of_a_single_process_that_still_has_the_directory_is_waited_for_and_another_run_is_not(
+    home: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, holder: str
+) -> None:
+    """As where its node was given up, and is only slow."""
+    monkeypatch.setenv("RESILIENCE_RUN", "this-run")
+    caplog.set_level("INFO", "resilience.checkpoint")
+    earlier = Directory(home)
+    earlier.claim(holder)
+    if holder == "another":
+        with pytest.raises(DirectoryInUse, match="run another"):
+            FlashCheckpoint(home)
+        earlier.close()
+        return
+    come = threading.Thread(target=lambda: FlashCheckpoint(home).close())
+    come.start()
+    try:
+        wait_for(lambda: "Waiting for it" in caplog.text, "it to wait", 60)
+        assert come.is_alive()
+    finally:
+        earlier.close()
+        come.join(60)
+    assert not come.is_alive()
+
+
 def test_job_whose_directory_somebody_else_has_taken_meanwhile_does_not_write_into_it(
     home: Path, tmp_path: Path
 ) -> None:

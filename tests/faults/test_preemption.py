@@ -115,6 +115,20 @@ def test_failure_while_stopping_restarts_nothing(tmp_path: Path) -> None:
         assert not (it.run_dir / "logs" / "cycle_1").exists()
 
 
+def test_launcher_that_is_lost_while_all_leave_is_named_and_not_a_rank_that_has_left(tmp_path: Path) -> None:
+    with training(tmp_path, 2, "2", "--ft-stop-grace=5", "--ft-rank-term-timeout=2") as it:
+        left, lost = it.nodes
+        lost.order("deaf")
+        wait_for(lambda: any(note[1] == "obeys-deaf" for rank in range(2) for note in lost.notes(rank)), "it to obey")
+        os.kill(left.pid, signal.SIGTERM)
+        wait_for(lambda: stopped_at(left), lambda: f"the other one to leave\n{it.logs()}")
+        os.kill(lost.pid, signal.SIGKILL)
+        assert left.wait() == 79, it.logs()
+        culprit = left.report(0)["culprit"]
+        assert (culprit["kind"], culprit["node"]) == ("node", 1), culprit
+        assert "it probably died first" in culprit["message"]
+
+
 def test_signal_before_the_first_call_is_a_preemption_too_and_the_next_one_is_agreed_on(tmp_path: Path) -> None:
     """Node 1 is asked while all ranks still start: it leaves. Node 0 goes on, and is asked later."""
     with Fleet(tmp_path, "1:2", ["--max-restarts=3"], fleet_script()) as it:

@@ -83,7 +83,8 @@ class Desk:
                 with contextlib.suppress(OSError):
                     os.close(fd)
             text = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
-            self._tell(caller, {"error": text, "leaving": getattr(error, "leaving", None)})
+            refusal = {"leaving": getattr(error, "leaving", None), "run": getattr(error, "run", "")}
+            self._tell(caller, {"error": text, **refusal})
 
     def _hang_up(self, caller: Caller) -> None:
         self._saver.selector.unregister(caller.sock)

@@ -662,7 +662,31 @@ def test_stop_that_is_not_heeded_ends_them_after_the_grace() -> None:
     it.end(79, 0)
     it.run(60)
     assert (it.state.phase, it.claims) == (Phase.STOPPED, {})
-    assert "the launchers of nodes 1 were ended" in it.state.reason
+    assert "the launcher of node 1 was ended" in it.state.reason
+
+
+def test_launcher_that_dies_with_its_actor_while_the_job_is_stopped_is_not_waited_for() -> None:
+    it = running("aa", 2, None)
+    it.stop = True
+    it.run(2)
+    it.kill_actor(0)
+    it.end(79, 1)
+    it.run(1)
+    assert it.state.phase is Phase.STOPPED
+    assert "that of node 0 ended with -9" in it.state.reason
+    assert any("the actor of node 0 died, and its launcher with it" in line for line in it.state.lines)
+
+
+def test_node_that_is_lost_while_the_job_is_stopped_is_named() -> None:
+    it = running("aa", 2, None)
+    it.stop = True
+    it.run(2)
+    it.kill_node(it.node(0))
+    it.run(1)
+    it.end(79, 1)
+    it.run(180)
+    assert it.state.phase is Phase.STOPPED
+    assert "node 0 (127.0.0.1) was lost" in it.state.reason
 
 
 def test_stop_has_the_grace_that_a_launcher_promised_though_the_supervisor_has_forgotten_it() -> None:

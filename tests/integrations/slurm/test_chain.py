@@ -165,8 +165,17 @@ def test_launcher_that_fails_at_every_stop_is_named_and_counted() -> None:
     assert "n1 ended with 1" in first.why
     again = after(1, 79, asked=True, step=60, history=first.history)
     assert (again.requeue, again.history.counted) == (True, 1)
-    other = after(75, 75, asked=True, step=60, history=first.history)
-    assert (other.requeue, other.history.counted) == (True, 0), "another failure"
+
+
+def test_stops_that_fail_in_other_words_each_time_and_get_no_further_end_the_chain_too() -> None:
+    """As where the name of a temporary file is in the message."""
+    decision, free, counted = after(79, 79, asked=True, step=60, stop_failure="x", cause="exception: tmpaa"), 0, 0
+    for word in ("tmpbb", "tmpaa", "tmpcc", "tmpdd"):
+        free, counted = free + decision.failed_at_stop, counted + decision.counted
+        decision = after(79, 79, asked=True, step=60, stop_failure="x", cause=word, history=decision.history)
+    assert (decision.requeue, free, counted) == (False, 1, 3), decision
+    further = after(79, 79, asked=True, step=61, stop_failure="x", cause="tmpee", history=decision.history)
+    assert (further.requeue, further.failed_at_stop) == (True, True)
 
 
 def test_clean_stop_after_an_earlier_failure_is_free() -> None:
