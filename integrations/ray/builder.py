@@ -65,6 +65,11 @@ class JobBuilder:
                 f"train({target!r}): name it, as 'train.py' or 'module.function'; it is imported where it runs."
             )
         script = target.endswith(".py") or "/" in target
+        odd = [word for word in args if not isinstance(word, (str, int, float, os.PathLike))]
+        if script and odd:
+            raise ConfigError(
+                f"train({target!r}, …): {odd[0]!r} is no argument of a command line; give words and numbers."
+            )
         given = tuple(map(str, args)) if script else args
         return self._say(script=target if script else "", function="" if script else target, args=given)
 

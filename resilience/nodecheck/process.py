@@ -119,11 +119,11 @@ def main(name: str, index: int, fd: int) -> None:
         try:
             accelerator = load(name)
             devices = counted(accelerator)
-        except (
-            ConfigError,
-            ModuleNotFoundError,
-        ) as error:  # of a module that is there but does not load the node is at fault
+        except ConfigError as error:
             return say({"refused": in_words(error)})
+        except ModuleNotFoundError as error:  # of a module that is there but does not load the node is at fault
+            why = f"accelerator={name!r}: {in_words(error)}. Install it, or name another accelerator."
+            return say({"refused": f"{why} Nothing was started."})
         except Exception as error:  # noqa: BLE001 - a plugin's boundary: what it raises is what is to be told
             return say({"error": in_words(error)})
         say({"accelerator": accelerator.name, "type": accelerator.type, "devices": devices, "pid": os.getpid()})

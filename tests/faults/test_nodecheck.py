@@ -232,5 +232,6 @@ def test_what_can_not_be_meant_ends_with_2_before_anything_is_started(
     with job(tmp_path, flags, SCRIPT, ENV) as it:
         assert it.wait() == 2, it.log()
         assert words in it.log()
+        assert "can't be written" not in it.log()
         assert not it.notes(0)
         it.assert_nothing_left()

@@ -101,6 +101,7 @@ def test_collective_nobody_comes_to_is_given_up_as_soon_as_there_is_no_point(tmp
     [
         ("tests.nodecheck.patients::Patent", "Did you mean 'Patient'?"),
         pytest.param("tests.nodecheck.nobody::Patient", "No module named", marks=pytest.mark.rare),
+        ("ascend", "No module named 'torch_npu'. Install it, or name another accelerator. Nothing was started."),
         pytest.param("tests.nodecheck.patients::NotOne", "no subclass of", marks=pytest.mark.rare),
         pytest.param("tests.nodecheck.patients::NoBackend", "needs a type", marks=pytest.mark.rare),
     ],

@@ -134,6 +134,8 @@ def test_spec_is_the_same_after_it_was_sent() -> None:
         (lambda: minimal().rendezvous(read_timeout=0.5), "a number above 0"),
         (lambda: minimal().run_dir(None), "run_dir(None): give the path of a folder"),
         (lambda: minimal().run_dir("s3://bucket/runs"), "that is a URL"),
+        (lambda: minimal().train("train.py", ["--lr", 1]), "is no argument of a command line"),
+        (lambda: minimal().train("train.py", None), "is no argument of a command line"),
         (lambda: minimal().working_dir(""), "working_dir(''): give the path of a folder"),
         (lambda: minimal().detached("no"), "detached: 'no' is neither"),
         (lambda: minimal().nodes(10**9), "can't be meant"),
