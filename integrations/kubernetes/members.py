@@ -29,7 +29,7 @@ _INDICES = (
     "training.kubeflow.org/replica-index",
     "apps.kubernetes.io/pod-index",
 )
-_JOBSET = "jobset.sigs.k8s.io/jobset-name"  # it makes its Jobs anew at each of its restarts
+_JOBSET, _JOBSET_UID = "jobset.sigs.k8s.io/jobset-name", "jobset.sigs.k8s.io/jobset-uid"
 ANONYMOUS = "pod/"  # begins the seats of pods that can't be told apart
 
 
@@ -86,7 +86,7 @@ def member(pod: Thing) -> Member:
         node=str(pod.get("spec", {}).get("nodeName") or ""),
         created=str(meta.get("creationTimestamp") or ""),
         owner=owner,
-        origin="" if owner is None or _JOBSET in (meta.get("labels") or {}) else str(owner["uid"]),
+        origin=_origin(meta.get("labels") or {}, owner),
         phase=str(status.get("phase") or "Pending"),
         leaving=bool(meta.get("deletionTimestamp")),
         why=_why(meta, status),
@@ -101,6 +101,13 @@ def _seat(meta: Mapping[str, Any], owner: Mapping[str, Any] | None) -> str:
     if owner is None or owner.get("kind") == "StatefulSet":  # their pods come again under the same name
         return str(meta["name"])
     return f"{ANONYMOUS}{meta['name']}"
+
+
+def _origin(labels: Mapping[str, str], owner: Mapping[str, Any] | None) -> str:
+    """A JobSet makes its Jobs anew at each of its restarts; older releases do not tell its own uid."""
+    if _JOBSET in labels:
+        return labels.get(_JOBSET_UID, "")
+    return "" if owner is None else str(owner["uid"])
 
 
 def _why(meta: Mapping[str, Any], status: Mapping[str, Any]) -> str:

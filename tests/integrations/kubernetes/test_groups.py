@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from resilience.integrations.kubernetes.members import member
 from resilience.integrations.kubernetes.memory import Record, Seat
-from resilience.integrations.kubernetes.observing import is_over, observe, waiting
+from resilience.integrations.kubernetes.observing import is_anothers, is_over, observe, waiting
 from resilience.integrations.kubernetes.placement import avoid_key, avoids, elsewhere, manifest, nodes_left
 
 from resilience.groups.escalation import Rules, due, moved
@@ -295,3 +295,20 @@ def test_no_two_namespaces_share_the_label_of_a_job_however_long_their_names() -
     assert keys[0] == "avoid.resilience.dev/a.train"
     assert len(set(keys)) == len(keys)
     assert max(len(it.partition("/")[2]) for it in keys) == 63
+
+
+def test_jobset_that_makes_its_jobs_anew_is_the_same_job_and_one_that_was_made_anew_is_not() -> None:
+    def pods(jobset: str, job: str) -> list[dict[str, Any]]:
+        made = [indexed(number, number // 2, f"n{number}") for number in range(4)]
+        for it in made:
+            it["metadata"]["ownerReferences"][0]["uid"] = job
+            it["metadata"]["labels"] |= {"jobset.sigs.k8s.io/jobset-name": "train"}
+            it["metadata"]["labels"] |= {"jobset.sigs.k8s.io/jobset-uid": jobset} if jobset else {}
+        return made
+
+    def anothers(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> bool:
+        return is_anothers(look(Record("default", "train"), before), [member(it) for it in after])
+
+    assert not anothers(pods("a", "1"), pods("a", "2")), "its own restart"
+    assert anothers(pods("a", "1"), pods("b", "2"))
+    assert not anothers(pods("", "1"), pods("", "2")), "an older release does not tell"
