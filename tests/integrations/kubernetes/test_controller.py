@@ -183,6 +183,31 @@ def test_controller_that_cant_renew_ends_so_that_no_two_act(cluster: Cluster, fo
     assert ended_with == [controller.LOST_LEASE]
 
 
+def test_replica_that_ends_does_not_lead_once_more_while_its_watchers_stop(cluster: Cluster, forwarder: Any) -> None:
+    api = Api(cluster.server.client(url=forwarder.url), timeout_s=1.0)
+    election = Election(api, cluster.name, "lease", "me", lease_s=6.0)
+    loop = controller.Controller(api, [], cluster.name, election)
+    led: list[bool] = []
+
+    class Slow:
+        def lives(self) -> bool:
+            return True
+
+        def stop(self, patience_s: float) -> None:
+            """The server is there again, and there is time to see whether the lease is taken."""
+            forwarder.mend()
+            wait_for(lambda: election.leading() or not election._thread.is_alive(), "it to lead or to give up", 30)
+            led.append(election.leading())
+
+    loop._watchers.append(Slow())
+    thread = threading.Thread(target=loop.run, args=(threading.Event(),))
+    thread.start()
+    wait_for(election.leading, "it to lead", 30)
+    forwarder.cut()
+    thread.join(60)
+    assert led == [False]
+
+
 def test_parts_are_told_whether_this_replica_leads(cluster: Cluster) -> None:
     election = Election(cluster.api, cluster.name, "lease", "me", lease_s=60.0)
     options = controller._options(controller.parser().parse_args([]), election)
