@@ -65,7 +65,7 @@ class JobBuilder:
                 f"train({target!r}): name it, as 'train.py' or 'module.function'; it is imported where it runs."
             )
         script = target.endswith(".py") or "/" in target
-        odd = [word for word in args if not isinstance(word, (str, int, float, os.PathLike))]
+        odd = [word for word in args if word is None or isinstance(word, (list, tuple, set, Mapping))]
         if script and odd:
             raise ConfigError(
                 f"train({target!r}, …): {odd[0]!r} is no argument of a command line; give words and numbers."

@@ -370,9 +370,8 @@ class Session:
         try:
             ends.write(self.run_dir, ends.NodeEnd(self._node, self.exit_code, self.fault))
         except OSError as error:
-            if self.exit_code == exits.USAGE and not Path(self.run_dir).is_dir():
-                return  # what can't be meant was refused before there was anything to write
-            _LOG.warning("how this node ended can't be written to %s: %s.", self.run_dir, error.strerror or error)
+            if self.exit_code != exits.USAGE or Path(self.run_dir).is_dir():  # else it was refused before that was made
+                _LOG.warning("how this node ended can't be written to %s: %s.", self.run_dir, error.strerror or error)
 
 
 def leave_in_time(agent: Agent, limit: float) -> None:

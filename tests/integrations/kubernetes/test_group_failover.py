@@ -78,6 +78,18 @@ def bind(cluster: Cluster, name: str, node: str) -> None:
     cluster.api.create(PODS, body, cluster.name, name=name, subresource="binding")
 
 
+def moving(cluster: Cluster) -> Hand:
+    """Two groups, of which the first was just told to go, at 310 s: it has lost a pod."""
+    two_groups(cluster, owned=True)
+    hand = Hand(cluster)
+    hand.tick(0.0)
+    cluster.gone("w1")
+    member(cluster, 1, "w1-b", owned=True, placed=False)
+    hand.tick(10.0)
+    hand.tick(310.0)
+    return hand
+
+
 def test_replacement_in_time_moves_nobody(cluster: Cluster) -> None:
     two_groups(cluster, owned=True)
     hand = Hand(cluster)
@@ -357,13 +369,7 @@ def test_group_that_has_no_node_left_is_free_to_go_anywhere_and_no_rack_is_barre
 
 
 def test_job_that_was_made_anew_under_its_name_inherits_no_incident_and_no_marks(cluster: Cluster) -> None:
-    two_groups(cluster, owned=True)
-    hand = Hand(cluster)
-    hand.tick(0.0)
-    cluster.gone("w1")
-    member(cluster, 1, "w1-b", owned=True, placed=False)
-    hand.tick(10.0)
-    hand.tick(310.0)
+    hand = moving(cluster)
     assert avoided(cluster) == {"0", "1"}
     for name in cluster.pods():
         cluster.gone(name)
@@ -378,13 +384,7 @@ def test_job_that_was_made_anew_under_its_name_inherits_no_incident_and_no_marks
 
 
 def test_node_that_is_registered_again_while_its_group_moves_is_avoided_too(cluster: Cluster) -> None:
-    two_groups(cluster, owned=True)
-    hand = Hand(cluster)
-    hand.tick(0.0)
-    cluster.gone("w1")
-    member(cluster, 1, "w1-b", owned=True, placed=False)
-    hand.tick(10.0)
-    hand.tick(310.0)
+    hand = moving(cluster)
     cluster.api.delete(NODES, f"{cluster.name}-0")
     hand.tick(330.0)
     cluster.node("0", rack="r0")
