@@ -353,4 +353,9 @@ def test_time_to_wait_that_can_not_be_meant_is_refused_before_anything_is_asked(
 
 
 def test_any_number_can_be_an_argument_of_a_script() -> None:
-    assert minimal().train("train.py", "--lr", Decimal("0.5"), 3, Path("x")).build().spec.args == ("--lr", "0.5", "3", "x")
+    assert minimal().train("train.py", "--lr", Decimal("0.5"), 3, Path("x")).build().spec.args == (
+        "--lr",
+        "0.5",
+        "3",
+        "x",
+    )
